@@ -1,0 +1,34 @@
+"""The environment variables that te_ce reads, all of them, each read at the call.
+
+TE_CE_CHECK_TARGETS   1: every call behaves as with check_targets=True (host synchronisation; for debugging).
+TE_CE_BACKEND         auto (default), torch (the plain-torch twin on any device) or triton (the kernels or an error).
+TRITON_INTERPRET      Triton's own: 1 runs the kernels on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import os
+
+_BOOLEANS = {"": False, "0": False, "1": True}
+_BACKENDS = ("auto", "torch", "triton")
+
+
+def check_targets_requested() -> bool:
+    """TE_CE_CHECK_TARGETS; ValueError when it is neither 0 nor 1."""
+    value = os.environ.get("TE_CE_CHECK_TARGETS", "")
+    if value not in _BOOLEANS:
+        raise ValueError(f"TE_CE_CHECK_TARGETS: expected 0 or 1, got {value!r}")
+    return _BOOLEANS[value]
+
+
+def requested_backend() -> str:
+    """TE_CE_BACKEND; ValueError when it names no backend."""
+    value = os.environ.get("TE_CE_BACKEND", "") or "auto"
+    if value not in _BACKENDS:
+        raise ValueError(f"TE_CE_BACKEND: expected one of {', '.join(_BACKENDS)}, got {value!r}")
+    return value
+
+
+def interpreter_requested() -> bool:
+    """TRITON_INTERPRET, as Triton reads it."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")

@@ -1,0 +1,29 @@
+"""Triton kernels of the loss, and the check that this Triton can run them.
+
+Files: `statistics` (one read of the logits), `merge` (shards' statistics to the loss), `gradient` (recomputed from the
+statistics), `launch` (block shapes, grids, strides; the same functions as `te_ce.reference`).
+"""
+
+from __future__ import annotations
+
+_OLDEST = (3, 6)
+
+
+def _require_triton() -> None:
+    try:
+        import triton
+    except ImportError as error:
+        raise RuntimeError(
+            "the loss on this device needs Triton >= 3.6, which is not installed: pip install 'triton>=3.6', "
+            "or set TE_CE_BACKEND=torch for the slow plain-torch loss"
+        ) from error
+    version = str(getattr(triton, "__version__", "unknown"))
+    found = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if found < _OLDEST:
+        raise RuntimeError(
+            f"the loss on this device needs Triton >= 3.6, found {version}: pip install 'triton>=3.6', "
+            "or set TE_CE_BACKEND=torch for the slow plain-torch loss"
+        )
+
+
+_require_triton()

@@ -1,0 +1,123 @@
+"""How rows lie in memory: read in place whatever the strides of the leading dimensions.
+
+A kernel finds row i at (i // inner) * stride_outer + (i % inner) * stride_inner, one `inner` for every tensor of the
+launch. That covers one row dimension, [s, b] and its transpose. Leading dimensions that do not fold into two are
+walked from outside, one launch per index, instead of being copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class RowGrid(NamedTuple):
+    """Rows folded into at most two dimensions.
+
+    Attributes:
+        inner: size of the inner row dimension; 1 where one dimension is enough.
+        strides: (stride_outer, stride_inner) of each tensor, in elements.
+    """
+
+    inner: int
+    strides: tuple[tuple[int, int], ...]
+
+
+class RowPart(NamedTuple):
+    """Rows [first, first + n_rows) of a call, as views of its tensors, and how they fold."""
+
+    first: int
+    n_rows: int
+    tensors: tuple[Tensor, ...]
+    grid: RowGrid
+
+
+def fold_rows(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> RowGrid | None:
+    """Fold the row dimensions that all tensors step through alike; None if more than two remain.
+
+    Args:
+        shape: sizes of the row dimensions.
+        strides: of each tensor, the strides of these dimensions.
+    """
+    sizes: list[int] = []
+    folded: list[list[int]] = []
+    for dim in range(len(shape) - 1, -1, -1):
+        if shape[dim] == 1:
+            continue
+        step = [tensor[dim] for tensor in strides]
+        if sizes and step == [inner * sizes[-1] for inner in folded[-1]]:
+            sizes[-1] *= shape[dim]
+        else:
+            sizes.append(shape[dim])
+            folded.append(step)
+    # `sizes` and `folded` run from the innermost dimension outwards.
+    if not sizes:
+        return RowGrid(1, tuple((0, 0) for _ in strides))
+    if len(sizes) == 1:
+        return RowGrid(1, tuple((step, 0) for step in folded[0]))
+    if len(sizes) == 2:
+        return RowGrid(sizes[0], tuple(zip(folded[1], folded[0], strict=True)))
+    return None
+
+
+def row_parts(shape: Sequence[int], tensors: Sequence[Tensor], first: int = 0) -> Iterator[RowPart]:
+    """Cut a call into the fewest parts whose rows fold: one, unless three or more row dimensions resist.
+
+    Args:
+        shape: sizes of the row dimensions, the leading dimensions of every tensor.
+        tensors: each with `shape` as its leading dimensions.
+        first: flat index of the first row.
+    """
+    grid = fold_rows(shape, [tensor.stride()[: len(shape)] for tensor in tensors])
+    if grid is not None:
+        yield RowPart(first, math.prod(shape), tuple(tensors), grid)
+        return
+    count = math.prod(shape[1:])
+    for index in range(shape[0]):
+        yield from row_parts(shape[1:], [tensor[index] for tensor in tensors], first + index * count)
+
+
+def row_slices(shape: Sequence[int], limit: int, first: int = 0) -> Iterator[tuple[slice, tuple[int | slice, ...]]]:
+    """Cut rows into slices of at most `limit` (at least one row) that are basic-indexing views of any layout.
+
+    Yields:
+        the flat range of the rows, and the index that selects them from a tensor whose leading dimensions are `shape`.
+    """
+    if not shape:
+        yield slice(first, first + 1), ()
+        return
+    count = math.prod(shape[1:])
+    if count > limit:
+        for index in range(shape[0]):
+            for rows, rest in row_slices(shape[1:], limit, first + index * count):
+                yield rows, (index, *rest)
+        return
+    step = max(1, limit // max(1, count))
+    for start in range(0, shape[0], step):
+        stop = min(start + step, shape[0])
+        yield slice(first + start * count, first + stop * count), (slice(start, stop),)
+
+
+def columns_are_contiguous(logits: Tensor) -> bool:
+    """Whether the last dimension can be read in place: neighbouring columns are neighbours in memory."""
+    return logits.shape[-1] <= 1 or logits.stride(-1) == 1
+
+
+def may_share_memory(tensor: Tensor) -> bool:
+    """Whether two elements of `tensor` may be one memory location (expanded or overlapping rows).
+
+    Conservative: layouts that interleave without overlapping in a way that no sort of strides shows count as sharing.
+    """
+    if tensor.numel() == 0:
+        return False
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride < extent:
+            return True
+        extent += (size - 1) * stride
+    return False

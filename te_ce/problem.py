@@ -1,0 +1,58 @@
+"""The numbers that a loss on one shard depends on, resolved once per call and handed to every layer below.
+
+Shape legend, used in every module: N rows (tokens), V classes, V_local columns of this rank, W ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from te_ce.options import LossOptions
+from te_ce.shard import VocabShard
+
+# Fields of a row's statistics, in the order in which a shard stores them: [fields, N], one contiguous run each.
+# max m, sum d of exp(z - m), target logit z_y; with smoothing also s, the sum of (z - m), and the number of columns.
+PLAIN_FIELDS = 3
+SMOOTHING_FIELDS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardProblem:
+    """What turns a shard's logits into its part of the loss.
+
+    Attributes:
+        start: global id of the shard's first column.
+        real_columns: how many of the shard's first columns are classes; the others are padding.
+        classes: V, the number of classes of the whole vocabulary.
+        ignore_index: target of an ignored row.
+        smoothing_weight: a' of L = (1 - a') (lse - z_y) + a' (lse - mean z); 0 without smoothing.
+    """
+
+    start: int
+    real_columns: int
+    classes: int
+    ignore_index: int
+    smoothing_weight: float
+
+    @property
+    def fields(self) -> int:
+        """Statistics per row that the forward pass makes and exchanges."""
+        return SMOOTHING_FIELDS if self.smoothing_weight else PLAIN_FIELDS
+
+    @classmethod
+    def resolve(cls, options: LossOptions, shard: VocabShard) -> ShardProblem:
+        """The problem that `options` and `shard` describe.
+
+        Raises:
+            ValueError: `vocab_size` is more than the columns there are, or smoothing has no other class to go to.
+        """
+        classes = shard.size if options.vocab_size is None else options.vocab_size
+        if classes > shard.size:
+            raise ValueError(f"vocab_size: expected at most the {shard.size} columns of the vocabulary, got {classes}")
+        return cls(
+            start=shard.start,
+            real_columns=max(0, min(shard.stop, classes) - shard.start),
+            classes=classes,
+            ignore_index=options.ignore_index,
+            smoothing_weight=options.smoothing_weight(classes),
+        )
