@@ -6,7 +6,6 @@ would leave the order to the library. It is also one latency instead of the two 
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -29,9 +28,7 @@ def gather_statistics(stats: Tensor, group: ProcessGroup | None) -> Tensor:
     ranks = group_size(group)
     if ranks == 1:
         return stats[None]
-    gathered = stats.new_empty((ranks, *stats.shape))
-    dist.all_gather_into_tensor(gathered, stats, group=group)
-    return gathered
+    return _all_gather(stats, group, ranks)
 
 
 def gather_faults(record: Tensor, group: ProcessGroup | None) -> list[list[int]]:
@@ -44,8 +41,17 @@ def gather_faults(record: Tensor, group: ProcessGroup | None) -> list[list[int]]
         one record per rank, in rank order. One all-gather and a host synchronisation.
     """
     ranks = group_size(group)
-    if ranks > 1:
-        gathered = torch.empty((ranks, FAULT_FIELDS), dtype=record.dtype, device=record.device)
-        dist.all_gather_into_tensor(gathered, record, group=group)
-        record = gathered
-    return record.view(ranks, FAULT_FIELDS).tolist()
+    records: list[list[int]] = (_all_gather(record, group, ranks) if ranks > 1 else record[None]).tolist()
+    return records
+
+
+def _all_gather(tensor: Tensor, group: ProcessGroup | None, ranks: int) -> Tensor:
+    """[W, *shape] of all ranks' `tensor`, in one collective."""
+    gathered = tensor.new_empty((ranks, *tensor.shape))
+    # gloo wants the output as a concatenation along the first dimension.
+    _all_gather_concatenated(gathered.flatten(0, 1), tensor, group=group)
+    return gathered
+
+
+# torch 2.13 renames it and warns about the old name.
+_all_gather_concatenated = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

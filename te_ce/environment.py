@@ -2,6 +2,7 @@
 
 TE_CE_CHECK_TARGETS   1: every call behaves as with check_targets=True (host synchronisation; for debugging).
 TE_CE_BACKEND         auto (default), torch (the plain-torch twin on any device) or triton (the kernels or an error).
+                      On CUDA the twin's sums are torch's own: a row's last bits may depend on the batch there.
 TRITON_INTERPRET      Triton's own: 1 runs the kernels on CPU tensors.
 """
 

@@ -118,7 +118,7 @@ def _statistics_dtype(logits: Tensor) -> torch.dtype:
 def _real_columns(logits: Tensor, problem: ShardProblem) -> Tensor:
     """The real columns as a fresh [rows, K] copy in the dtype of the statistics."""
     real = logits[..., : problem.real_columns]
-    return real.to(_statistics_dtype(logits), copy=True).reshape(-1, problem.real_columns)
+    return real.to(_statistics_dtype(logits), copy=True).reshape(real.shape[:-1].numel(), problem.real_columns)
 
 
 def _local_target(target: Tensor, problem: ShardProblem) -> tuple[Tensor, Tensor]:

@@ -75,9 +75,9 @@ def logits_gradient_kernel(
         d = tl.load(saved_ptr + saved_stride + row)
         row_ptr = logits_ptr + outer_row * logits_stride_outer + inner_row * logits_stride_inner
         z = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
-        grad = tl.exp2((z - m) * LOG2_E) * (g / d)
+        grad = tl.exp2((z - m) * LOG2_E) * tl.div_rn(g, d)
         if HAS_SMOOTHING:
-            grad -= g * smoothing_weight / classes
+            grad -= tl.div_rn(g * smoothing_weight, classes * 1.0)
         column = target - start
         grad = tl.where(offs_v == column, grad - g * (1.0 - smoothing_weight), grad)
         grad = tl.where(offs_v < real_columns, grad, 0.0)

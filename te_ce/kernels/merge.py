@@ -81,7 +81,7 @@ def merge_statistics_kernel(
     log_d = tl.log(d)
     loss = log_d - (z_y - m)
     if HAS_SMOOTHING:
-        mean_part = log_d - s / classes
+        mean_part = log_d - tl.div_rn(s, classes * 1.0)
         loss = (1.0 - smoothing_weight) * loss + smoothing_weight * mean_part
     target_rows = (rows // inner) * target_stride_outer + (rows % inner) * target_stride_inner
     target = tl.load(target_ptr + target_rows, mask=mask_n, other=0).to(tl.int64)

@@ -1,0 +1,142 @@
+"""Compile the kernels for GPUs that this machine need not have.
+
+The real launchers run on CPU tensors of the wanted layout, with two things replaced: Triton's driver by one that names
+the target, and the kernel by its `warmup`, which compiles without launching. Block shapes, warps, options and the
+specialisation of every argument (alignment of pointers and strides, arguments kept general) are thus those that a
+launch on the GPU gets; nothing of the launchers is repeated here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from te_ce.kernels import launch
+from te_ce.problem import ShardProblem
+
+STATISTICS = "row_statistics_kernel"
+MERGE = "merge_statistics_kernel"
+GRADIENT = "logits_gradient_kernel"
+KERNELS = (STATISTICS, MERGE, GRADIENT)
+
+
+class Case(NamedTuple):
+    """What a kernel is compiled for: one of two ranks, which holds `columns` columns and no padding.
+
+    Attributes:
+        arch: compute capability, 90 for sm_90.
+        folded: rows lie as [s, b] with the target and the upstream gradient transposed, so that they fold into two
+            dimensions; otherwise into one.
+    """
+
+    arch: int = 90
+    dtype: torch.dtype = torch.bfloat16
+    columns: int = 64128
+    smoothing: bool = False
+    folded: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"sm_{self.arch}", str(self.dtype).removeprefix("torch."), str(self.columns)]
+        return "-".join(parts + ["smoothing"] * self.smoothing + ["folded"] * self.folded)
+
+
+class Compiled(NamedTuple):
+    """A compiled kernel: its code at three levels, and how its launcher asked for it.
+
+    Attributes:
+        keywords: what the launcher passed by keyword: constants, warps, compile options.
+        options: what Triton compiled with.
+    """
+
+    name: str
+    ttir: str
+    ptx: str
+    cubin: bytes
+    keywords: dict[str, Any]
+    options: dict[str, Any]
+
+    @property
+    def threads(self) -> int:
+        """Threads of a program."""
+        return 32 * int(self.options["num_warps"])
+
+
+class _Target:
+    """A Triton driver as far as compiling needs one. The architecture stands for the device, under which Triton keeps
+    what it compiled: no real device has such an index."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+
+class _Warmup:
+    """Stands where a launcher looks for its kernel; compiles it instead of launching it."""
+
+    def __init__(self, kernel: triton.JITFunction) -> None:
+        self.kernel = kernel
+        self.results: list[Compiled] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def compile_only(*arguments: Any, **keywords: Any) -> None:
+            built = self.kernel.warmup(*arguments, grid=grid, **keywords)
+            asm, options = built.asm, built.metadata._asdict()
+            self.results.append(
+                Compiled(built.metadata.name, asm["ttir"], asm["ptx"], asm["cubin"], dict(keywords), options)
+            )
+
+        return compile_only
+
+
+def _launch(name: str, case: Case) -> None:
+    """Call the launcher of the kernel `name` as the loss would."""
+    s, b = 8, 2
+    problem = ShardProblem(
+        start=case.columns,
+        real_columns=case.columns,
+        classes=2 * case.columns,
+        ignore_index=-100,
+        smoothing_weight=0.1 if case.smoothing else 0.0,
+    )
+    logits = torch.zeros((s, b, case.columns), dtype=case.dtype)
+    target = torch.zeros((b, s), dtype=torch.int64).t() if case.folded else torch.zeros((s, b), dtype=torch.int64)
+    if name == STATISTICS:
+        launch.row_statistics(logits, target, problem)
+    elif name == MERGE:
+        launch.merge_statistics(torch.zeros((2, problem.fields, s * b)), target, problem)
+    else:
+        grad_loss = torch.zeros_like(target, dtype=torch.float32)
+        launch.logits_gradient(logits, target, grad_loss, torch.zeros((2, s * b)), logits, problem)
+
+
+def compile_kernel(name: str, case: Case, kernel: triton.JITFunction | None = None) -> Compiled:
+    """Compile what the launcher of `name` asks for in this case; `kernel` takes the place of the shipped one."""
+    warmup = _Warmup(kernel or getattr(launch, name))
+    # set_active has no inverse on a machine without a GPU.
+    with mock.patch.object(launch, name, warmup), mock.patch.object(driver, "_active", _Target(case.arch)):
+        _launch(name, case)
+    if len(warmup.results) != 1:
+        raise AssertionError(
+            f"{name}, {case}: expected its launcher to launch it once, got {len(warmup.results)} times"
+        )
+    return warmup.results[0]
+
+
+@functools.cache
+def shipped(name: str, case: Case) -> Compiled:
+    """The kernel as it is shipped; compiled once per process."""
+    return compile_kernel(name, case)

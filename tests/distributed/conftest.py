@@ -1,0 +1,20 @@
+"""One process group for all per-rank tests: `torchrun --nproc-per-node N -m pytest tests/distributed`."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+@pytest.fixture(scope="session")
+def tp_group():
+    """The world group: NCCL where there are GPUs, else gloo. A rank that waits in vain fails after a minute."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    yield dist.group.WORLD
+    dist.destroy_process_group()

@@ -1,0 +1,103 @@
+"""Deliberately broken variants of a backend: what every numeric check must refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from te_ce.backend import Backend
+from te_ce.problem import ShardProblem
+
+
+def off_target_zeroed(backend: Backend) -> Backend:
+    """The gradient reaches the target's column only."""
+
+    def logits_gradient(
+        logits: Tensor, target: Tensor, grad_loss: Tensor, saved: Tensor, out: Tensor, problem: ShardProblem
+    ) -> None:
+        backend.logits_gradient(logits, target, grad_loss, saved, out, problem)
+        column = torch.arange(out.shape[-1], device=out.device) + problem.start
+        out[column != target[..., None]] = 0.0
+
+    return backend._replace(logits_gradient=logits_gradient)
+
+
+def smoothing_over_the_shard(backend: Backend) -> Backend:
+    """The smoothed mass is spread over the shard's columns as if they were the vocabulary."""
+
+    def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Tensor, Tensor]:
+        plain = dataclasses.replace(problem, smoothing_weight=0.0)
+        loss, saved = backend.merge_statistics(gathered[:, :3].contiguous(), target, plain)
+        a = problem.smoothing_weight
+        if not a or not problem.real_columns:
+            return loss, saved
+        m, d = saved
+        widths = gathered[:, 4, 0]
+        rank = int(((widths.cumsum(0) - widths == problem.start) & (widths > 0)).nonzero()[0])
+        local_mean = gathered[rank, 3] / gathered[rank, 4] + gathered[rank, 0] - m
+        smoothed = (1 - a) * loss + a * (d.log() - local_mean)
+        return torch.where(target.reshape(-1) == problem.ignore_index, 0.0, smoothed), saved
+
+    def logits_gradient(
+        logits: Tensor, target: Tensor, grad_loss: Tensor, saved: Tensor, out: Tensor, problem: ShardProblem
+    ) -> None:
+        backend.logits_gradient(logits, target, grad_loss, saved, out, problem)
+        if problem.real_columns:
+            change = problem.smoothing_weight * (1 / problem.classes - 1 / problem.real_columns)
+            g = torch.where(target == problem.ignore_index, 0.0, grad_loss)[..., None]
+            out[..., : problem.real_columns] += (g * change).to(out.dtype)
+
+    return backend._replace(merge_statistics=merge_statistics, logits_gradient=logits_gradient)
+
+
+def doubled_reduction(backend: Backend) -> Backend:
+    """Every shard's sum is added twice."""
+
+    def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Tensor, Tensor]:
+        gathered = gathered.clone()
+        gathered[:, 1] *= 2
+        return backend.merge_statistics(gathered, target, problem)
+
+    return backend._replace(merge_statistics=merge_statistics)
+
+
+def target_shifted(backend: Backend) -> Backend:
+    """Targets are off by one, around the end of the vocabulary."""
+
+    def shift(target: Tensor, problem: ShardProblem) -> Tensor:
+        shifted = (target + 1) % problem.classes
+        return torch.where(target == problem.ignore_index, target, shifted)
+
+    return backend._replace(
+        row_statistics=lambda logits, target, problem: backend.row_statistics(logits, shift(target, problem), problem),
+        merge_statistics=lambda gathered, target, problem: backend.merge_statistics(
+            gathered, shift(target, problem), problem
+        ),
+        logits_gradient=lambda logits, target, grad_loss, saved, out, problem: backend.logits_gradient(
+            logits, shift(target, problem), grad_loss, saved, out, problem
+        ),
+    )
+
+
+def rounded_twice(backend: Backend) -> Backend:
+    """The softmax is rounded to the logits' dtype before the target is subtracted and the gradient applied."""
+
+    def logits_gradient(
+        logits: Tensor, target: Tensor, grad_loss: Tensor, saved: Tensor, out: Tensor, problem: ShardProblem
+    ) -> None:
+        ones = torch.ones_like(grad_loss)
+        backend.logits_gradient(logits, target, ones, saved, out, problem)
+        out.copy_(out * grad_loss[..., None].to(out.dtype))
+
+    return backend._replace(logits_gradient=logits_gradient)
+
+
+BROKEN: dict[str, Callable[[Backend], Backend]] = {
+    "off_target_zeroed": off_target_zeroed,
+    "smoothing_over_the_shard": smoothing_over_the_shard,
+    "doubled_reduction": doubled_reduction,
+    "target_shifted": target_shifted,
+}

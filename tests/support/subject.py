@@ -1,0 +1,74 @@
+"""The implementations under test, and how one process runs them on any number of shards."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import te_ce.loss
+from te_ce import LossOptions, VocabShard, vocab_parallel_cross_entropy
+from te_ce.backend import Backend
+from te_ce.problem import ShardProblem
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A backend on a device.
+
+    Attributes:
+        ulps: rounding allowed on a stored gradient, in units in the last place: half, but the interpreter truncates
+            float32 to bfloat16 where the hardware rounds.
+    """
+
+    name: str
+    backend: Backend
+    device: torch.device
+    ulps: dict[torch.dtype, float] = dataclasses.field(default_factory=dict)
+
+    def allowed_ulps(self, dtype: torch.dtype) -> float:
+        return self.ulps.get(dtype, 0.5)
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Within: the public functions are served by this backend, whatever the environment says."""
+
+        def choose(logits: Tensor) -> Backend:
+            # Not a recording mock: one that keeps its arguments would be another owner of the logits.
+            return self.backend
+
+        with mock.patch.object(te_ce.loss, "choose_backend", choose):
+            yield
+
+    def loss(self, logits: Tensor, target: Tensor, **keywords: object) -> Tensor:
+        """The public function, served by this backend."""
+        with self.serving():
+            return vocab_parallel_cross_entropy(logits, target, **keywords)  # type: ignore[arg-type]
+
+    def run_shards(
+        self, logits: Tensor, target: Tensor, g: Tensor, options: LossOptions, widths: Sequence[int]
+    ) -> tuple[list[Tensor], Tensor]:
+        """Loss and gradient of logits cut into shards of `widths`, as that many ranks would compute them.
+
+        Returns:
+            the loss [N] of each rank, and the gradient [.., sum of widths] put together again.
+        """
+        size = sum(widths)
+        starts = [sum(widths[:rank]) for rank in range(len(widths))]
+        shards = [VocabShard(start, start + width, size) for start, width in zip(starts, widths, strict=True)]
+        problems = [ShardProblem.resolve(options, shard) for shard in shards]
+        parts = [logits[..., shard.start : shard.stop].contiguous() for shard in shards]
+        stats = [self.backend.row_statistics(part, target, each) for part, each in zip(parts, problems, strict=True)]
+        gathered = torch.stack(stats)
+        losses, grads = [], []
+        for part, problem in zip(parts, problems, strict=True):
+            loss, saved = self.backend.merge_statistics(gathered, target, problem)
+            out = torch.full_like(part, torch.nan)
+            self.backend.logits_gradient(part, target, g, saved, out, problem)
+            losses.append(loss)
+            grads.append(out)
+        return losses, torch.cat(grads, -1)
