@@ -1,0 +1,46 @@
+# Everything runs in .venv, which the first target that needs it makes. PYTHON chooses the interpreter (3.10 or later).
+PYTHON ?= python3
+BIN := .venv/bin
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+
+# One thread per rank: ranks on a small machine otherwise fight for its cores.
+TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
+PYTEST = $(BIN)/python -m pytest -q
+RANKS = 2 3 4
+
+.PHONY: venv example test lint bench
+
+venv: .venv/ready
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[megatron,example,test,bench,lint]'
+	touch $@
+
+# The main job: a GPT with its vocabulary over 2 CPU ranks, or over all GPUs.
+example: venv
+	$(TORCHRUN) $(if $(filter 0,$(GPUS)),2,$(GPUS)) examples/pretrain_gpt.py $(ARGS)
+
+# Each part fails when it collected nothing (pytest exits with 5), and the first one also when the kernels were not
+# really run. Distributed tests run on 2, 3 and 4 gloo ranks; with GPUs also over NCCL, one rank a GPU.
+test: venv
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto tests/unit \
+		--must-pass-on torch-cpu --must-pass-on triton-interpreter
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto tests/compiled tests/megatron
+	for ranks in $(RANKS); do \
+		TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(TORCHRUN) $$ranks -m pytest -q tests/distributed \
+			--must-pass-on torch-cpu --must-pass-on triton-interpreter || exit 1; \
+	done
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTEST) tests/example
+ifneq ($(GPUS),0)
+	$(PYTEST) tests/unit tests/gpu --must-pass-on triton-cuda
+	$(TORCHRUN) $(GPUS) -m pytest -q tests/distributed --must-pass-on triton-cuda
+endif
+
+lint: venv
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: venv
+	$(BIN)/python -m benchmarks.logits $(ARGS)
