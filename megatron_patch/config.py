@@ -1,0 +1,55 @@
+"""Whether a Megatron configuration asks for te_ce, and the refusal of settings that would be silently dead.
+
+Megatron reads `cross_entropy_fusion_impl` only where `cross_entropy_loss_fusion` is on, and does not check the value:
+without this check a run meant for te_ce would train with Megatron's own loss, or fail later on an unbound variable.
+The check runs when a configuration is made after the patch, and again at every loss, because configurations are
+also made before it and changed by assignment (megatron-core 0.10 has no such field: there it is set that way).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+IMPLEMENTATION = "te_ce"
+
+
+def asks_for_te_ce(config: Any) -> bool:
+    """True if `config` asks for te_ce's loss, False if it asks for anything of Megatron's own.
+
+    Args:
+        config: a TransformerConfig, or anything with its attributes.
+
+    Raises:
+        ValueError: the implementation is te_ce but `cross_entropy_loss_fusion` is off, or it is a te_ce variant
+            that does not exist.
+    """
+    implementation = getattr(config, "cross_entropy_fusion_impl", None)
+    if not isinstance(implementation, str):
+        return False
+    if not implementation.lower().replace("-", "_").startswith(IMPLEMENTATION):
+        return False
+    if implementation != IMPLEMENTATION:
+        raise ValueError(
+            f'cross_entropy_fusion_impl: expected "{IMPLEMENTATION}", the only loss of te_ce that this release '
+            f'provides, got {implementation!r}; set cross_entropy_fusion_impl="{IMPLEMENTATION}"'
+        )
+    if not getattr(config, "cross_entropy_loss_fusion", False):
+        raise ValueError(
+            f'cross_entropy_fusion_impl="{IMPLEMENTATION}" has no effect while cross_entropy_loss_fusion is off; '
+            "set cross_entropy_loss_fusion=True as well"
+        )
+    return True
+
+
+def check_after(original: Callable[..., None], is_active: Callable[[], bool]) -> Callable[..., None]:
+    """`ModelParallelConfig.__post_init__`, followed by the check; only the original once `is_active()` is False."""
+
+    @functools.wraps(original)
+    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if is_active():
+            asks_for_te_ce(self)
+
+    return __post_init__

@@ -1,0 +1,155 @@
+"""apply, revert, patched, status: the life of one application of the patch in this process.
+
+There is at most one at a time. Everything is found and judged first (`seams.plan`), then replaced all or none
+(`bindings.install`), then written to the log. After `revert()` Megatron holds its own objects again, by identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from megatron_patch import bindings, seams
+from megatron_patch.errors import PatchError
+from megatron_patch.status import BindingStatus, Status
+from megatron_patch.wiring import Application
+from te_ce import LossOptions
+from te_ce.counters import served
+
+logger = logging.getLogger("megatron_patch")
+
+_lock = threading.RLock()
+_current: tuple[Application, list[bindings.Binding]] | None = None
+
+
+def apply(replace_native: bool = False, options: LossOptions | None = None, strict: bool = False) -> None:
+    """Make Megatron know te_ce's loss. Inert until a TransformerConfig asks for it with
+    `cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te_ce"` (megatron-core 0.10 has no second field: assign
+    it to the configuration).
+
+    Works before and after Megatron's models are imported or built. Applying again with the same arguments changes
+    nothing; with others it is an error, because two parties of one process would then want different losses.
+
+    Args:
+        replace_native: also serve callers of Megatron's own fused and unfused losses, whatever the configuration.
+            Their `label_smoothing` argument, if not 0, overrides the options' and follows Megatron's formula.
+        options: of te_ce, for every loss that it serves; `reduction` must be "none". None: `LossOptions()`.
+        strict: raise where there would be a warning: a release of Megatron that is not known, a binding that
+            another party has changed before, a model class that overrides the loss.
+
+    Raises:
+        PatchError: Megatron is missing or too old, a symbol to replace is missing, the patch is applied with other
+            arguments, or, with `strict`, anything doubtful. Nothing is then replaced.
+        TypeError, ValueError: `options` do not fit Megatron.
+    """
+    global _current
+    options = _check_options(options)
+    with _lock:
+        if _current is not None:
+            _check_same(*_current, replace_native, options, strict)
+            return
+        application = Application(options, bool(replace_native))
+        version = seams.megatron_version()
+        planned, doubts = seams.plan(application)
+        _raise_or_warn(seams.version_doubts(version) + doubts, strict)
+        bindings.install(planned)
+        _current = (application, planned)
+    if _rank() == 0:
+        names = ", ".join(binding.name for binding in planned)
+        logger.warning("megatron_patch: megatron-core %s, replaced %s", version, names)
+
+
+def revert(strict: bool = False) -> None:
+    """Put Megatron's own objects back, by identity; nothing to do if the patch is not applied.
+
+    A binding that another party has changed since is left as it is, with a warning. What that party may still hold of
+    ours behaves as Megatron's original from now on.
+
+    Raises:
+        PatchError: with `strict`, after everything else was restored, if such a binding was found.
+    """
+    global _current
+    with _lock:
+        if _current is None:
+            return
+        application, planned = _current
+        foreign = bindings.restore(planned)
+        application.active = False
+        _current = None
+    _raise_or_warn([f"{_taken_over(binding)}; left as it is" for binding in foreign], strict)
+
+
+@contextlib.contextmanager
+def patched(replace_native: bool = False, options: LossOptions | None = None, strict: bool = False) -> Iterator[None]:
+    """Context manager: `apply` with these arguments, and `revert` unless it was applied before."""
+    before = _current
+    apply(replace_native, options, strict)
+    try:
+        yield
+    finally:
+        if before is None:
+            revert()
+
+
+def status() -> Status:
+    """What is replaced in this process now, and how many losses te_ce has served in it. Imports nothing."""
+    with _lock:
+        application, planned = _current if _current is not None else (None, [])
+        core = sys.modules.get("megatron.core")
+        return Status(
+            applied=application is not None,
+            replace_native=application is not None and application.replace_native,
+            options=None if application is None else application.options,
+            megatron=None if core is None else str(getattr(core, "__version__", "unknown")),
+            bindings=tuple(
+                BindingStatus(b.owner, b.attribute, b.role, b.is_ours(), bindings.describe(b.found())) for b in planned
+            ),
+            served=served(),
+        )
+
+
+def _check_options(options: LossOptions | None) -> LossOptions:
+    if options is None:
+        return LossOptions()
+    if not isinstance(options, LossOptions):
+        raise TypeError(f"options: expected a te_ce.LossOptions or None, got {type(options).__name__}")
+    if options.reduction != "none":
+        raise ValueError(
+            'options.reduction: expected "none", as Megatron masks and averages the loss itself, '
+            f"got {options.reduction!r}"
+        )
+    return options
+
+
+def _check_same(
+    application: Application, planned: list[bindings.Binding], native: bool, options: LossOptions, strict: bool
+) -> None:
+    if (application.replace_native, application.options) != (bool(native), options):
+        raise PatchError(
+            f"already applied with replace_native={application.replace_native}, {application.options}, now asked for "
+            f"replace_native={bool(native)}, {options}; call revert() first"
+        )
+    _raise_or_warn([_taken_over(binding) for binding in planned if not binding.is_ours()], strict)
+
+
+def _taken_over(binding: bindings.Binding) -> str:
+    return f"{binding.name}: expected our replacement, found {bindings.describe(binding.found())}, set by another party"
+
+
+def _raise_or_warn(doubts: list[str], strict: bool) -> None:
+    if doubts and strict:
+        raise PatchError("; ".join(doubts))
+    for doubt in doubts:
+        logger.warning("megatron_patch: %s", doubt)
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))

@@ -1,0 +1,161 @@
+"""What is replaced in Megatron, and how each symbol is found and judged before anything is touched.
+
+    role     binding                                                     releases
+    loss     LanguageModule.compute_language_model_loss (class level)    0.10 - 0.19
+    config   ModelParallelConfig.__post_init__          (class level)    0.10 - 0.19
+    native   the two _VocabParallelCrossEntropy classes by name, and     0.10 - 0.19, with replace_native only
+             every module attribute that holds one of them or one of
+             the two functions around them
+
+The function names are the obvious targets, and the wrong ones: every caller has its own alias of them, bound before
+anybody can patch. A symbol that is missing, or has another signature than the releases known, is an error; what is
+merely unusual (an unknown release, somebody else's earlier patch) is a doubt, which `strict=True` turns into one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+from typing import Any
+
+from megatron_patch import config, native, wiring
+from megatron_patch.bindings import Binding, aliases, describe
+from megatron_patch.errors import PatchError
+from megatron_patch.wiring import Application
+
+FIRST, LAST = (0, 10), (0, 19)
+"""Releases of megatron-core whose wiring is known, as (major, minor)."""
+
+_LOGITS = ("vocab_parallel_logits", "target")
+_UNFUSED = ((*_LOGITS, "label_smoothing"), (*_LOGITS, "label_smoothing", "tp_group"))
+_FUSED = (_LOGITS, (*_LOGITS, "tp_group"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Seam:
+    """One symbol of Megatron: its module, its dotted name in there, and the parameters that it may have."""
+
+    module: str
+    name: str
+    parameters: tuple[tuple[str, ...], ...]
+
+
+LOSS_METHOD = Seam(
+    "megatron.core.models.common.language_module.language_module",
+    "LanguageModule.compute_language_model_loss",
+    (("self", "labels", "logits"),),
+)
+CONFIG_HOOK = Seam("megatron.core.model_parallel_config", "ModelParallelConfig.__post_init__", (("self",),))
+UNFUSED_CLASS = Seam("megatron.core.tensor_parallel.cross_entropy", "_VocabParallelCrossEntropy", _UNFUSED)
+UNFUSED_FUNCTION = Seam("megatron.core.tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy", _UNFUSED)
+FUSED_CLASS = Seam("megatron.core.fusions.fused_cross_entropy", "_VocabParallelCrossEntropy", _FUSED)
+FUSED_FUNCTION = Seam("megatron.core.fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy", _FUSED)
+
+
+def megatron_version() -> str:
+    """Version of the installed megatron-core, which is imported.
+
+    Raises:
+        PatchError: megatron-core is missing, does not import, or is older than the oldest release supported.
+    """
+    wanted = f"megatron-core >= {FIRST[0]}.{FIRST[1]}"
+    try:
+        core = importlib.import_module("megatron.core")
+    except ImportError as error:
+        raise PatchError(f"megatron_patch needs {wanted}: import megatron.core failed ({error}); install it") from error
+    version = str(getattr(core, "__version__", "unknown"))
+    release = _release(version)
+    if release is not None and release < FIRST:
+        raise PatchError(f"megatron_patch needs {wanted}, found {version}; install a newer release")
+    return version
+
+
+def version_doubts(version: str) -> list[str]:
+    """One line if nothing is known about this release."""
+    release = _release(version)
+    if release is not None and FIRST <= release <= LAST:
+        return []
+    known = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
+    return [f"megatron-core {version}: expected {known}, the releases whose wiring is known; check status()"]
+
+
+def plan(application: Application) -> tuple[list[Binding], list[str]]:
+    """Every binding to replace, and what is doubtful about them. Imports Megatron's modules, changes nothing.
+
+    Raises:
+        PatchError: a symbol is missing or is not what the known releases have.
+    """
+    doubts: list[str] = []
+    holder, attribute, original = _find(LOSS_METHOD, doubts)
+    doubts += _overriding_subclasses(holder, attribute)
+    bindings = [Binding(holder, attribute, original, wiring.make_method(original, application), "loss")]
+    holder, attribute, original = _find(CONFIG_HOOK, doubts)
+    hook = config.check_after(original, lambda: application.active)
+    bindings.append(Binding(holder, attribute, original, hook, "config"))
+    if application.replace_native:
+        unfused, fused = native.make_unfused(application), native.make_fused(application)
+        for seam, make, loss in (
+            (UNFUSED_CLASS, native.stand_in_class, unfused),
+            (UNFUSED_FUNCTION, native.stand_in_function, unfused),
+            (FUSED_CLASS, native.stand_in_class, fused),
+            (FUSED_FUNCTION, native.stand_in_function, fused),
+        ):
+            _, _, original = _find(seam, doubts)
+            replacement = make(original, loss, application)
+            bindings += [Binding(module, name, original, replacement, "native") for module, name in aliases(original)]
+    return bindings, doubts
+
+
+def _find(seam: Seam, doubts: list[str]) -> tuple[Any, str, Any]:
+    try:
+        holder: Any = importlib.import_module(seam.module)
+    except ImportError as error:
+        raise PatchError(f"{seam.module}: expected in megatron-core, import failed ({error})") from error
+    *path, attribute = seam.name.split(".")
+    for step in path:
+        holder = getattr(holder, step, None)
+    original = getattr(holder, "__dict__", {}).get(attribute)
+    if original is None:
+        raise PatchError(
+            f"{seam.module}.{seam.name}: expected in megatron-core, not found; this release is not supported"
+        )
+    if getattr(original, "__module__", None) != seam.module:
+        doubts.append(f"{seam.module}.{seam.name}: expected Megatron's own, found {describe(original)}")
+    else:
+        _check_parameters(seam, original)
+    return holder, attribute, original
+
+
+def _check_parameters(seam: Seam, original: Any) -> None:
+    if inspect.isclass(original):
+        forward = getattr(original, "forward", None)
+        found = tuple(inspect.signature(forward).parameters)[1:] if callable(forward) else ("no forward",)
+    else:
+        found = tuple(inspect.signature(original).parameters)
+    if found not in seam.parameters:
+        expected = " or ".join(f"({', '.join(names)})" for names in seam.parameters)
+        raise PatchError(
+            f"{seam.module}.{seam.name}: expected parameters {expected}, found ({', '.join(found)}); "
+            "this release is not supported"
+        )
+
+
+def _overriding_subclasses(holder: Any, attribute: str) -> list[str]:
+    doubts, waiting, seen = [], list(holder.__subclasses__()), set()
+    while waiting:
+        subclass = waiting.pop()
+        if subclass in seen:
+            continue
+        seen.add(subclass)
+        waiting += subclass.__subclasses__()
+        if attribute in subclass.__dict__:
+            name = f"{subclass.__module__}.{subclass.__qualname__}"
+            doubts.append(f"{name} overrides {attribute}: te_ce serves it only where it calls super()")
+    return doubts
+
+
+def _release(version: str) -> tuple[int, int] | None:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else None

@@ -1,0 +1,66 @@
+"""What the patch is doing in this process, as an object that prints readably: the answer to "is it really on?"."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from te_ce import LossOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class BindingStatus:
+    """One replaced attribute.
+
+    Args:
+        module: dotted name of the module or class that holds it.
+        attribute: its name there.
+        role: "loss", "config" or "native".
+        ours: whether it holds our replacement now.
+        found: what it holds now.
+    """
+
+    module: str
+    attribute: str
+    role: str
+    ours: bool
+    found: str
+
+    def __str__(self) -> str:
+        state = "ours" if self.ours else f"NOT OURS: {self.found}"
+        return f"{self.role:<6} {self.module}.{self.attribute}: {state}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """State of the patch in this process at the time of the call.
+
+    Args:
+        applied: between `apply()` and `revert()`.
+        replace_native: whether Megatron's own entry points are replaced too.
+        options: what te_ce is called with; None while not applied.
+        megatron: version of megatron-core, None while it is not imported.
+        bindings: what was replaced; empty while not applied.
+        served: losses te_ce served in this process per implementation, whoever called it.
+    """
+
+    applied: bool
+    replace_native: bool
+    options: LossOptions | None
+    megatron: str | None
+    bindings: tuple[BindingStatus, ...]
+    served: dict[str, int]
+
+    @property
+    def intact(self) -> bool:
+        """Applied, and every binding still ours."""
+        return self.applied and all(binding.ours for binding in self.bindings)
+
+    def __str__(self) -> str:
+        lines = [f"megatron_patch: {'applied' if self.applied else 'not applied'}"]
+        lines.append(f"  megatron-core {self.megatron or '(not imported)'}, replace_native={self.replace_native}")
+        if self.options is not None:
+            lines.append(f"  {self.options}")
+        lines += [f"  {binding}" for binding in self.bindings]
+        counts = ", ".join(f"{name} {count}" for name, count in self.served.items())
+        lines.append(f"  losses served in this process: {counts}")
+        return "\n".join(lines)

@@ -1,0 +1,229 @@
+"""The wiring against the shape of every release: where the group is, what the functions take, what the config has."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+
+import pytest
+import stub_megatron
+import torch
+import torch.nn.functional as F
+from stub_megatron import RELEASES
+
+import megatron_patch
+from megatron_patch import native, wiring
+from te_ce.counters import served
+
+
+class FakeGroup:
+    """Something to be found again: the group that the loss is given."""
+
+    def __init__(self, size=2):
+        self._size = size
+
+    def size(self):
+        return self._size
+
+
+@pytest.fixture(params=RELEASES.values(), ids=RELEASES)
+def release(request, tmp_path, monkeypatch):
+    """The stand-in package as `megatron.core` of this process; the real one afterwards."""
+    stub_megatron.write(request.param, tmp_path)
+
+    def forget():
+        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "megatron"}
+
+    kept = forget()
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    importlib.import_module("megatron.core.models.gpt")
+    yield request.param
+    megatron_patch.revert()
+    forget()
+    sys.modules.update(kept)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What te_ce was called with, in place of calling it."""
+    seen = []
+
+    def record(logits, target, *, group, options, inplace):
+        seen.append(types.SimpleNamespace(logits=logits, target=target, group=group, options=options, inplace=inplace))
+        return logits.sum(-1).float()
+
+    for module in (wiring, native):
+        monkeypatch.setattr(module, "vocab_parallel_cross_entropy", record)
+    return seen
+
+
+def module(name):
+    return importlib.import_module(f"megatron.core.{name}")
+
+
+def make_model(release, group=None, **fields):
+    late = {}
+    if not release.implementation_field and "cross_entropy_fusion_impl" in fields:
+        late["cross_entropy_fusion_impl"] = fields.pop("cross_entropy_fusion_impl")
+    config = module("transformer.transformer_config").TransformerConfig(**fields)
+    vars(config).update(late)
+    model = module("models.gpt").GPTModel(config, group)
+    if not release.holder:
+        module("parallel_state").GROUP = group
+    return model
+
+
+ASKING = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te_ce"}
+
+
+def inputs(v=7):
+    torch.manual_seed(0)
+    return torch.randint(0, v, (2, 5)), torch.randn(5, 2, v, requires_grad=True)
+
+
+def dense(labels, logits):
+    return F.cross_entropy(logits.double().transpose(0, 1).flatten(0, 1), labels.flatten(), reduction="none").view(2, 5)
+
+
+def test_known_to_strict(release):
+    megatron_patch.apply(replace_native=True, strict=True)
+    status = megatron_patch.status()
+    assert status.intact
+    assert status.megatron == release.version
+    assert {b.role for b in status.bindings} == {"loss", "config", "native"}
+
+
+def test_flag(release):
+    megatron_patch.apply()
+    labels, logits = inputs()
+    before = served()["torch"]
+    loss = make_model(release, **ASKING).compute_language_model_loss(labels, logits)
+    assert served()["torch"] == before + 1
+    torch.testing.assert_close(loss.double(), dense(labels, logits), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("fusion", [False, True])
+@pytest.mark.parametrize("replace_native", [False, True])
+def test_no_flag(release, fusion, replace_native):
+    megatron_patch.apply(replace_native=replace_native)
+    labels, logits = inputs()
+    before = served()["torch"]
+    loss = make_model(release, cross_entropy_loss_fusion=fusion).compute_language_model_loss(labels, logits)
+    assert served()["torch"] == before + replace_native
+    torch.testing.assert_close(loss.double(), dense(labels, logits), rtol=0, atol=1e-6)
+
+
+def test_group_is_the_models(release, calls):
+    megatron_patch.apply()
+    group = FakeGroup()
+    model = make_model(release, group, **ASKING)
+    if release.holder:
+        module("parallel_state").GROUP = FakeGroup()  # another: the model's own comes first
+    labels, logits = inputs()
+    model.compute_language_model_loss(labels, logits)
+    assert calls[0].group is group
+    assert calls[0].inplace == "auto"
+    assert calls[0].logits is logits  # not a copy, not even a view
+
+
+def test_group_is_the_global_one_where_the_model_has_none(release, calls):
+    megatron_patch.apply()
+    model = make_model(release, None, **ASKING)
+    module("parallel_state").GROUP = group = FakeGroup()
+    model.compute_language_model_loss(*inputs())
+    assert calls[0].group is group
+
+
+def test_no_group_at_all(release, calls):
+    megatron_patch.apply()
+    labels, logits = inputs()
+    make_model(release, **ASKING).compute_language_model_loss(labels, logits)
+    assert calls[0].group is None
+    with pytest.raises(ValueError, match=r"tensor_model_parallel_size is 2, but .* hold no tensor-parallel group"):
+        make_model(release, tensor_model_parallel_size=2, **ASKING).compute_language_model_loss(labels, logits)
+
+
+@pytest.mark.parametrize("fusion", [False, True])
+def test_group_of_the_native_functions(release, calls, fusion):
+    megatron_patch.apply(replace_native=True)
+    model = make_model(release, FakeGroup(), cross_entropy_loss_fusion=fusion)
+    module("parallel_state").GROUP = everybody = FakeGroup()
+    model.compute_language_model_loss(*inputs())
+    given = release.fused_takes_group if fusion else release.unfused_takes_group
+    assert calls[0].group is (getattr(model, release.holder).tp if given and release.holder else everybody)
+
+
+def test_native_functions_by_hand(release, calls):
+    """Positional and by keyword, as far as the release's own signature goes."""
+    megatron_patch.apply(replace_native=True)
+    labels, logits = inputs()
+    unfused = module("tensor_parallel").vocab_parallel_cross_entropy
+    fused = module("models.common.language_module.language_module").fused_vocab_parallel_cross_entropy
+    group = FakeGroup()
+    unfused(logits, labels.t(), 0.1)
+    unfused(vocab_parallel_logits=logits, target=labels.t(), label_smoothing=0.1)
+    if release.unfused_takes_group:
+        unfused(logits, labels.t(), 0.1, group)
+        unfused(logits, labels.t(), label_smoothing=0.1, tp_group=group)
+    assert {(c.options.label_smoothing, c.options.smoothing) for c in calls} == {(0.1, "others")}
+    assert [c.group for c in calls[2:]] == [group] * len(calls[2:])
+    calls.clear()
+    if release.fused_takes_group:
+        fused(logits, labels.t(), group)
+        fused(logits, labels.t(), tp_group=group)
+        assert [c.group for c in calls] == [group, group]
+    else:
+        fused(logits, labels.t())
+        assert calls[0].group is None
+    with pytest.raises(TypeError):
+        fused(logits, labels.t(), no_such_argument=1)
+
+
+def test_labels_are_a_view_with_the_negative_ones_ignored(release, calls):
+    megatron_patch.apply()
+    text = torch.tensor([[1, -1, -100, 3]])
+    labels = text[:, 1:]  # one sequence, a slice: transposed it keeps the row stride of `text`
+    make_model(release, **ASKING).compute_language_model_loss(labels, torch.randn(3, 1, 7))
+    assert calls[0].target.flatten().tolist() == [-100, -100, 3]
+    assert calls[0].target.shape == (3, 1)
+    assert text.tolist() == [[1, -1, -100, 3]]
+
+
+# Gathered logits: of the widths that a layer of 14 columns over 2 ranks knows, 7 is a shard.
+LAYER = types.SimpleNamespace(output_size_per_partition=7, output_size=14)
+
+
+def widths(model):
+    """The places where a model keeps the widths of its logits."""
+    yield "output_layer", lambda: setattr(model, "output_layer", LAYER)
+    yield "lm_head", lambda: setattr(model, "lm_head", types.SimpleNamespace(output_layer=LAYER))
+    yield "vocab_size", lambda: setattr(model, "vocab_size", 14)
+
+
+@pytest.mark.parametrize("place", ["output_layer", "lm_head", "vocab_size"])
+@pytest.mark.parametrize("replace_native", [False, True])
+def test_gathered_logits(release, calls, place, replace_native):
+    megatron_patch.apply(replace_native=replace_native)
+    model = make_model(release, FakeGroup(), **({} if replace_native else ASKING))
+    module("parallel_state").GROUP = FakeGroup()
+    dict(widths(model))[place]()
+    labels = torch.zeros(2, 5, dtype=torch.int64)
+    for width, single in ((7, False), (14, True)):
+        model.compute_language_model_loss(labels, torch.randn(5, 2, width))
+        assert (calls[-1].group is None) == single
+    with pytest.raises(ValueError, match=r"expected 7 columns .* or 14 \(gathered\).* got 9"):
+        model.compute_language_model_loss(labels, torch.randn(5, 2, 9))
+
+
+def test_configuration(release):
+    megatron_patch.apply()
+    model = make_model(release)
+    assert model.config.checked  # Megatron's own __post_init__ ran
+    model.config.cross_entropy_fusion_impl = "te_ce"
+    with pytest.raises(ValueError, match="set cross_entropy_loss_fusion=True"):
+        model.compute_language_model_loss(*inputs())
+    if release.implementation_field:
+        with pytest.raises(ValueError, match="set cross_entropy_loss_fusion=True"):
+            make_model(release, cross_entropy_fusion_impl="te_ce")
