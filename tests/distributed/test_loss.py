@@ -177,8 +177,9 @@ def test_disjoint_groups_at_once(subject: Subject, tp_group: ProcessGroup, inter
         drawn = dataclasses.replace(case, offset=10.0 * mine, rows=(3 + mine,))
         _check_case(subject, drawn, _layouts(group.size())["uneven"], group)
     outside = groups[1 - mine]
+    logits, target = torch.zeros(2, 4, device=subject.device), torch.zeros(2, device=subject.device).long()
     with pytest.raises(ValueError, match="group: expected a group that this rank is in"):
-        subject.loss(torch.zeros(2, 4, device=subject.device), torch.zeros(2, dtype=torch.int64), group=outside)
+        subject.loss(logits, target, group=outside)
     for each in groups:
         if each is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(each)

@@ -1,0 +1,1 @@
+"""The parts of examples/pretrain_gpt.py, one idea a file."""
