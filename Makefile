@@ -1,4 +1,4 @@
-# Everything runs in .venv, which the first target that needs it makes. PYTHON chooses the interpreter (3.10 or later).
+# Everything runs in .venv, which the first target that needs it makes. PYTHON chooses the interpreter (3.11 or later).
 PYTHON ?= python3
 BIN := .venv/bin
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
