@@ -114,7 +114,9 @@ def test_looking_for_aliases_loads_no_lazy_module(monkeypatch, tmp_path):
     lazy = importlib.util.module_from_spec(spec)
     loader.exec_module(lazy)
     monkeypatch.setitem(sys.modules, "bindings_lazy", lazy)
-    list(bindings.aliases(Functions.original))
+    assert (lazy, "f") not in list(bindings.aliases(Functions.original))
+    with pytest.raises(RuntimeError, match="loaded"):
+        vars(lazy)
 
 
 def test_class_attributes():
