@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from te_ce import ownership
 from te_ce.backend import Backend
 from te_ce.collectives import gather_statistics
 from te_ce.counters import count_loss
+from te_ce.layout import may_share_memory, readable
 from te_ce.problem import ShardProblem
 
 Inplace = Literal["auto"] | bool
@@ -55,20 +55,39 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
                 ownership.prepare(logits)
             ctx.save_for_backward(logits, target, saved)
             ctx.call = call
-        return loss.view(target.shape)
+        return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
         call: LossCall = ctx.call
         logits, target, saved = ctx.saved_tensors
         if call.inplace == "auto":
-            overwrite = ownership.is_sole_owner(ownership.owner_counts(logits))
+            overwrite = ownership.is_sole_owner(ownership.owner_counts(logits)) and not may_share_memory(logits)
         else:
             overwrite = bool(call.inplace)
-        out = logits if overwrite else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        call.backend.logits_gradient(logits, target, grad_loss, saved, out, call.problem)
-        if overwrite:
-            torch.autograd.graph.increment_version(logits)
-        # An alias: autograd would copy the saved tensor itself on its way to whoever wants the gradient.
-        return out.detach(), None, None
+        with torch.no_grad():
+            out = logits if overwrite else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+            if overwrite:
+                # Before the first write: a backward that is interrupted and tried again must raise.
+                torch.autograd.graph.increment_version(logits)
+            call.backend.logits_gradient(logits, target, readable(grad_loss), saved, out, call.problem)
+            # An alias: autograd would copy the saved tensor itself on its way to whoever wants the gradient.
+            grad_logits = out.detach()
+        if torch.is_grad_enabled():  # create_graph=True
+            grad_logits = _Undifferentiable.apply(grad_logits, logits, grad_loss)
+        return grad_logits, None, None
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """Makes a second differentiation of the gradient an error, where it would silently be 0."""
+
+    @staticmethod
+    def forward(ctx: Any, grad_logits: Tensor, logits: Tensor, grad_loss: Tensor) -> Tensor:
+        return grad_logits.view_as(grad_logits)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        raise RuntimeError(
+            "the gradient of te_ce's loss was differentiated again, which is not supported; use "
+            "torch.nn.functional.cross_entropy where second derivatives are needed"
+        )

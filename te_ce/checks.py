@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_ce.collectives import gather_faults
-from te_ce.layout import columns_are_contiguous, may_share_memory
+from te_ce.layout import may_share_memory, readable_in_place
 from te_ce.problem import ShardProblem
 
 _LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -24,6 +25,12 @@ def check_inputs(logits: object, target: object) -> None:
     for name, value in (("logits", logits), ("target", target)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+        if is_traceable_wrapper_subclass(value):
+            raise TypeError(
+                f"{name}: expected a plain tensor, got {type(value).__name__}; pass this rank's local tensor"
+            )
+        if value.is_nested:
+            raise ValueError(f"{name}: expected a dense tensor with storage, got a nested tensor")
     assert isinstance(logits, Tensor)
     assert isinstance(target, Tensor)
     if logits.dtype not in _LOGITS_DTYPES:
@@ -54,10 +61,10 @@ def check_inplace(inplace: object, logits: Tensor) -> None:
     if isinstance(inplace, bool):
         if not inplace:
             return
-        if not columns_are_contiguous(logits):
+        if not readable_in_place(logits):
             raise ValueError(
-                "inplace: expected logits with a contiguous last dimension for True, got strides "
-                f'{logits.stride()}; call .contiguous() first, or use "auto"'
+                "inplace: expected logits that can be read in place for True (contiguous last dimension, no lazy "
+                f'negation), got strides {logits.stride()}; call .contiguous() first, or use "auto"'
             )
         if may_share_memory(logits):
             raise ValueError(

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -101,9 +102,18 @@ def row_slices(shape: Sequence[int], limit: int, first: int = 0) -> Iterator[tup
         yield slice(first + start * count, first + stop * count), (slice(start, stop),)
 
 
-def columns_are_contiguous(logits: Tensor) -> bool:
-    """Whether the last dimension can be read in place: neighbouring columns are neighbours in memory."""
-    return logits.shape[-1] <= 1 or logits.stride(-1) == 1
+def readable_in_place(logits: Tensor) -> bool:
+    """Whether a kernel can read `logits` where they lie: columns are neighbours, and memory holds the values."""
+    return (logits.shape[-1] <= 1 or logits.stride(-1) == 1) and not logits.is_neg()
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """`tensor` with its values in strided memory: itself, unless it is sparse, lazily negated or a symbolic zero."""
+    if tensor.layout != torch.strided:
+        return tensor.to_dense()
+    if tensor.is_neg() or tensor._is_zerotensor():
+        return tensor.clone().resolve_neg()
+    return tensor
 
 
 def may_share_memory(tensor: Tensor) -> bool:

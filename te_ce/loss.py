@@ -13,7 +13,7 @@ from te_ce.autograd import Inplace, LossCall, VocabParallelCrossEntropy
 from te_ce.backend import choose_backend
 from te_ce.checks import check_inplace, check_inputs, raise_for_bad_targets
 from te_ce.groups import check_group
-from te_ce.layout import columns_are_contiguous
+from te_ce.layout import readable, readable_in_place
 from te_ce.options import LossOptions, resolve_options
 from te_ce.problem import ShardProblem
 from te_ce.shard import VocabShard, resolve_shard
@@ -41,16 +41,18 @@ def vocab_parallel_cross_entropy(
         options: see `LossOptions`; or give its fields as keywords (`label_smoothing=0.1`), not both.
         shard: the columns this rank holds. None: equal shards of V_local columns.
         inplace: whether the gradient overwrites the logits' storage. "auto": where nobody else can still see it, which
-            is decided in backward. False: never. True: always; a later use of the logits by autograd, or a second
-            backward, raises.
+            is decided in backward; a CUDA stream that still reads logits nobody holds any more cannot be seen. False:
+            never. True: always; a later use of the logits by autograd, or a second backward, raises.
 
     Returns:
         float32 (float64 for float64 logits): [..] for reduction "none", a scalar for "sum" and "mean". Every rank has
-        the same bits. Rows whose target is neither a class nor `ignore_index` are NaN.
+        the same bits. Rows whose target is neither a class nor `ignore_index` are NaN. Where logits differ by more than
+        float32 can hold, the loss is inf. Differentiable once.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it, what was expected and what it was; before any collective.
-        IndexError: with check_targets, on every rank, where any rank has a bad target; names rank, row and value.
+        IndexError: with check_targets, on every rank, where any rank has a bad target; names rank, row (counted over
+            all leading dimensions) and value.
 
     Collectives: one all-gather of 12 bytes a row (20 with smoothing) in forward, none in backward; one more of 24 bytes
     first with check_targets.
@@ -63,11 +65,13 @@ def vocab_parallel_cross_entropy(
     backend = choose_backend(logits)
     if resolved.check_targets or environment.check_targets_requested():
         raise_for_bad_targets(target, problem, group)
-    if not columns_are_contiguous(logits):
-        logits = logits.contiguous()
+    if not readable_in_place(logits):
+        logits = logits.resolve_neg().contiguous()
+    target = readable(target)
     loss: Tensor = VocabParallelCrossEntropy.apply(logits, target, LossCall(problem, group, backend, inplace))
     if resolved.reduction == "none":
         return loss
     if resolved.reduction == "sum":
         return loss.sum()
-    return loss.sum() / (target != resolved.ignore_index).sum().clamp(min=1)
+    # In 64 bits: an int32 target compared with a larger ignore_index would wrap.
+    return loss.sum() / (target.long() != resolved.ignore_index).sum().clamp(min=1)

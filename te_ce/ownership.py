@@ -40,13 +40,18 @@ _HIGHEST_BELIEVED = OwnerCounts(storage=2, storage_references=3, tensor=2, tenso
 
 
 def owner_counts(tensor: Tensor) -> OwnerCounts | None:
-    """Counts of `tensor`; None where this torch can't tell.
+    """Counts of `tensor`; None where they can't tell: memory that is not torch's own, or another torch.
+
+    Memory of numpy, DLPack, a mapped file or another process has owners that no count of torch's shows. It is not
+    resizable, or shared.
 
     Call it straight from `backward`, with the local variable that `ctx.saved_tensors` was unpacked into: the calling
     frames are part of the count.
     """
     try:
         storage = tensor.untyped_storage()
+        if not storage.resizable() or (tensor.device.type == "cpu" and tensor.is_shared()):
+            return None
         return OwnerCounts(
             torch._C._storage_Use_Count(storage._cdata),
             sys.getrefcount(storage),

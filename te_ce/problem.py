@@ -25,7 +25,8 @@ class ShardProblem:
         real_columns: how many of the shard's first columns are classes; the others are padding.
         classes: V, the number of classes of the whole vocabulary.
         ignore_index: target of an ignored row.
-        smoothing_weight: a' of L = (1 - a') (lse - z_y) + a' (lse - mean z); 0 without smoothing.
+        smoothing_weight: a' of L = (1 - a') (lse - z_y) + a' (lse - mean z); 0 without smoothing. With "others" it
+            may exceed 1.
     """
 
     start: int
@@ -38,6 +39,16 @@ class ShardProblem:
     def fields(self) -> int:
         """Statistics per row that the forward pass makes and exchanges."""
         return SMOOTHING_FIELDS if self.smoothing_weight else PLAIN_FIELDS
+
+    @property
+    def target_weight(self) -> float:
+        """1 - a', in double: formed from an a' that was rounded to float32 it loses its digits as a' -> 1."""
+        return 1.0 - self.smoothing_weight
+
+    @property
+    def class_weight(self) -> float:
+        """a'/V, in double."""
+        return self.smoothing_weight / self.classes
 
     @classmethod
     def resolve(cls, options: LossOptions, shard: VocabShard) -> ShardProblem:

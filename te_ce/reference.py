@@ -57,25 +57,29 @@ def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) ->
         target: [..], int64 or int32, global ids.
 
     Returns:
-        loss [N] and saved [2, N] = (m, d), what the gradient needs.
+        loss [..] and saved [2, N] = (m, d), what the gradient needs.
     """
-    target = target.reshape(-1).long()
+    shape, target = target.shape, target.reshape(-1).long()
     ranks, shard_max = range(gathered.shape[0]), gathered[:, 0]
     m = shard_max.amax(0)
-    weight = torch.exp(shard_max - _finite_or_zero(m))
+    weight = torch.exp(shard_max - m)
     d = sum((weight[rank] * gathered[rank, 1] for rank in ranks), torch.zeros_like(m))
     log_d = d.log()
-    loss = log_d - (gathered[:, 2].amax(0) - m)
+    from_max = gathered[:, 2].amax(0) - m
+    loss = log_d - from_max
     if problem.smoothing_weight:
-        a, s = problem.smoothing_weight, torch.zeros_like(m)
+        s = torch.zeros_like(m)
         for rank in ranks:
             columns = gathered[rank, 4]
             # 0 columns times an infinite shift is NaN: an empty shard adds nothing.
             s = s + gathered[rank, 3] + torch.where(columns > 0, columns * (shard_max[rank] - m), 0.0)
-        loss = (1.0 - a) * loss + a * (log_d - s / problem.classes)
+        loss = problem.target_weight * loss + problem.smoothing_weight * (log_d - s / problem.classes)
+        # Weights of both signs, or 0, would make NaN of a target that costs infinity.
+        loss = torch.where((from_max == -torch.inf) & (d > 0), torch.inf, loss)
     loss = torch.where(_is_class(target, problem), loss, torch.nan)
     loss = torch.where(target == problem.ignore_index, 0.0, loss)
-    return loss, torch.stack((m, d))
+    # Not a view: the caller may change its losses in place.
+    return loss.new_empty(shape).copy_(loss.view(shape)), torch.stack((m, d))
 
 
 def logits_gradient(
@@ -91,15 +95,14 @@ def logits_gradient(
         out: [.., V_local], dtype of the logits; may be the logits themselves.
     """
     target, grad_loss = target.reshape(-1).long(), grad_loss.reshape(-1)
-    a = problem.smoothing_weight
     for rows, index in _slices(logits):
         y, g, (m, d) = target[rows], grad_loss[rows], saved[:, rows]
         grad = _real_columns(logits[index], problem).sub_(m[:, None]).exp_().mul_((g / d)[:, None])
-        if a:
-            grad -= (g * (a / problem.classes))[:, None]
+        if problem.smoothing_weight:
+            grad -= (g * problem.class_weight)[:, None]
         if problem.real_columns:
             owned, column = _local_target(y, problem)
-            grad.scatter_add_(1, column[:, None], torch.where(owned, g * (a - 1.0), 0.0)[:, None])
+            grad.scatter_add_(1, column[:, None], torch.where(owned, -g * problem.target_weight, 0.0)[:, None])
         grad[~_is_class(y, problem)] = torch.nan
         grad[y == problem.ignore_index] = 0.0
         part = out[index]
@@ -144,8 +147,10 @@ def _finite_or_zero(m: Tensor) -> Tensor:
 
 
 def _row_sum(x: Tensor) -> Tensor:
-    """Sum over the columns, with the same bits for a row alone and in a batch.
+    """Sum over the columns, in double, with the same bits for a row alone and in a batch.
 
-    torch splits the sum of a single row over its threads, that of several rows it does not.
+    In float32, small equal terms beside the 1 of the max round to one side. torch splits the sum of a single row over
+    its threads, that of several rows it does not.
     """
-    return x.repeat(2, 1).sum(-1)[:1] if x.shape[0] == 1 else x.sum(-1)
+    total = x.repeat(2, 1).sum(-1, dtype=torch.float64)[:1] if x.shape[0] == 1 else x.sum(-1, dtype=torch.float64)
+    return total.to(x.dtype)

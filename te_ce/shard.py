@@ -10,7 +10,7 @@ import dataclasses
 
 from torch.distributed import ProcessGroup
 
-from te_ce.groups import group_rank, group_size
+from te_ce.groups import check_group, group_rank, group_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +54,9 @@ class VocabShard:
         Every rank holds ceil(size / ranks) columns but the last ones, which hold fewer or none.
 
         Raises:
-            ValueError: this process is not a rank of `group`.
+            TypeError, ValueError: `group` is not a group, or this process is not one of its ranks.
         """
+        check_group(group)
         ranks, rank = group_size(group), group_rank(group)
         width = -(-size // ranks)
         start = min(rank * width, size)

@@ -21,7 +21,8 @@ _UNSPECIALIZED = [
     "real_columns",
     "classes",
     "ignore_index",
-    "smoothing_weight",
+    "target_weight",
+    "class_weight",
 ]
 
 
@@ -51,7 +52,8 @@ def logits_gradient_kernel(
     real_columns,  # K, columns at or past it are padding
     classes,  # V
     ignore_index,
-    smoothing_weight,  # a'
+    target_weight,  # 1 - a'
+    class_weight,  # a'/V
     # constants
     HAS_SMOOTHING: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -77,8 +79,8 @@ def logits_gradient_kernel(
         z = tl.load(row_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
         grad = tl.exp2((z - m) * LOG2_E) * tl.div_rn(g, d)
         if HAS_SMOOTHING:
-            grad -= tl.div_rn(g * smoothing_weight, classes * 1.0)
+            grad -= g * class_weight
         column = target - start
-        grad = tl.where(offs_v == column, grad - g * (1.0 - smoothing_weight), grad)
+        grad = tl.where(offs_v == column, grad - g * target_weight, grad)
         grad = tl.where(offs_v < real_columns, grad, 0.0)
     tl.store(out_ptr + offs_v, grad.to(grad_logits_ptr.dtype.element_ty), mask=mask_v, cache_modifier=".cs")

@@ -29,6 +29,8 @@ class BlockShape(NamedTuple):
 
 # The widest blocks; narrower shards take the next power of two.
 STATISTICS_BLOCK = BlockShape(4096, 4)
+# A third sum per lane: with the wider block, registers spill on sm_80.
+SMOOTHED_STATISTICS_BLOCK = BlockShape(2048, 4)
 MERGE_BLOCK = BlockShape(128, 4)
 GRADIENT_BLOCK = BlockShape(2048, 4)
 
@@ -48,7 +50,8 @@ def row_statistics(logits: Tensor, target: Tensor, problem: ShardProblem) -> Ten
     """See `te_ce.reference.row_statistics`; rows with neighbouring columns contiguous are read in place."""
     n_rows = target.numel()
     stats = torch.empty((problem.fields, n_rows), dtype=torch.float32, device=logits.device)
-    block = column_block(STATISTICS_BLOCK, problem.real_columns)
+    smoothed = problem.smoothing_weight != 0.0
+    block = column_block(SMOOTHED_STATISTICS_BLOCK if smoothed else STATISTICS_BLOCK, problem.real_columns)
     if n_rows == 0:
         return stats
     with _on_device_of(logits):
@@ -66,7 +69,8 @@ def row_statistics(logits: Tensor, target: Tensor, problem: ShardProblem) -> Ten
                 logits.shape[-1],
                 problem.start,
                 problem.real_columns,
-                HAS_SMOOTHING=problem.smoothing_weight != 0.0,
+                HAS_SMOOTHING=smoothed,
+                HAS_PADDING=problem.real_columns != logits.shape[-1],
                 BLOCK_V=block.elements,
                 num_warps=block.num_warps,
                 **COMPILE_OPTIONS,
@@ -77,7 +81,7 @@ def row_statistics(logits: Tensor, target: Tensor, problem: ShardProblem) -> Ten
 def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Tensor, Tensor]:
     """See `te_ce.reference.merge_statistics`."""
     n_ranks, n_fields, n_rows = gathered.shape
-    loss = torch.empty(n_rows, dtype=torch.float32, device=gathered.device)
+    loss = torch.empty(target.shape, dtype=torch.float32, device=gathered.device)
     saved = torch.empty((2, n_rows), dtype=torch.float32, device=gathered.device)
     if n_rows == 0:
         return loss, saved
@@ -87,7 +91,7 @@ def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) ->
             merge_statistics_kernel[(triton.cdiv(part.n_rows, MERGE_BLOCK.elements),)](
                 gathered[:, :, part.first :],
                 *part.tensors,
-                loss[part.first :],
+                loss.view(-1)[part.first :],
                 saved[:, part.first :],
                 part.n_rows,
                 n_ranks,
@@ -99,6 +103,7 @@ def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) ->
                 problem.classes,
                 problem.ignore_index,
                 problem.smoothing_weight,
+                problem.target_weight,
                 HAS_SMOOTHING=problem.smoothing_weight != 0.0,
                 BLOCK_N=MERGE_BLOCK.elements,
                 num_warps=MERGE_BLOCK.num_warps,
@@ -134,7 +139,8 @@ def logits_gradient(
                 problem.real_columns,
                 problem.classes,
                 problem.ignore_index,
-                problem.smoothing_weight,
+                problem.target_weight,
+                problem.class_weight,
                 HAS_SMOOTHING=problem.smoothing_weight != 0.0,
                 BLOCK_V=block.elements,
                 num_warps=block.num_warps,

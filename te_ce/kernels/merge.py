@@ -17,6 +17,7 @@ _UNSPECIALIZED = [
     "classes",
     "ignore_index",
     "smoothing_weight",
+    "target_weight",
 ]
 
 
@@ -26,7 +27,7 @@ def merge_statistics_kernel(
     gathered_ptr,  # [W, fields, N] float32
     target_ptr,  # [..] int64 or int32
     # outputs
-    loss_ptr,  # [N] float32
+    loss_ptr,  # [..] float32, contiguous
     saved_ptr,  # [2, N] float32: m, d of the whole row
     # sizes
     n_rows,  # rows of this launch
@@ -39,6 +40,7 @@ def merge_statistics_kernel(
     classes,  # V
     ignore_index,
     smoothing_weight,  # a'
+    target_weight,  # 1 - a'
     # constants
     HAS_SMOOTHING: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -62,12 +64,11 @@ def merge_statistics_kernel(
         max_ptr += rank_stride
         z_y_ptr += rank_stride
 
-    base = tl.where(m == -float("inf"), 0.0, m)
     d = tl.zeros([BLOCK_N], dtype=tl.float32)
     s = tl.zeros([BLOCK_N], dtype=tl.float32)
     for _ in range(n_ranks):
         m_rank = tl.load(m_ptr, mask=mask_n, other=0.0)
-        d += tl.exp2((m_rank - base) * LOG2_E) * tl.load(d_ptr, mask=mask_n, other=1.0)
+        d += tl.exp2((m_rank - m) * LOG2_E) * tl.load(d_ptr, mask=mask_n, other=1.0)
         m_ptr += rank_stride
         d_ptr += rank_stride
         if HAS_SMOOTHING:
@@ -79,10 +80,13 @@ def merge_statistics_kernel(
             columns_ptr += rank_stride
 
     log_d = tl.log(d)
-    loss = log_d - (z_y - m)
+    from_max = z_y - m
+    loss = log_d - from_max
     if HAS_SMOOTHING:
         mean_part = log_d - tl.div_rn(s, classes * 1.0)
-        loss = (1.0 - smoothing_weight) * loss + smoothing_weight * mean_part
+        loss = target_weight * loss + smoothing_weight * mean_part
+        # Weights of both signs, or 0, would make NaN of a target that costs infinity.
+        loss = tl.where((from_max == -float("inf")) & (d > 0.0), float("inf"), loss)
     target_rows = (rows // inner) * target_stride_outer + (rows % inner) * target_stride_inner
     target = tl.load(target_ptr + target_rows, mask=mask_n, other=0).to(tl.int64)
     loss = tl.where((target >= 0) & (target < classes), loss, float("nan"))

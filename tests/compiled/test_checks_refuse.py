@@ -33,8 +33,8 @@ def test_a_block_too_wide_is_refused() -> None:
 
 
 def test_too_many_registers_are_refused() -> None:
-    # Smoothing's second sum leaves no room for the fifth program, which the plain statistics must leave.
-    compiled = shipped(STATISTICS, USUAL._replace(smoothing=True))
+    # Compensated sums of 4096 lanes leave no room for a fifth program.
+    compiled = shipped(STATISTICS, USUAL)
     with pytest.raises(AssertionError, match=r"expected at most 96 registers a thread, so that 5 programs fit"):
         check_registers(compiled, programs=5)
 

@@ -38,8 +38,8 @@ def smoothing_over_the_shard(backend: Backend) -> Backend:
         widths = gathered[:, 4, 0]
         rank = int(((widths.cumsum(0) - widths == problem.start) & (widths > 0)).nonzero()[0])
         local_mean = gathered[rank, 3] / gathered[rank, 4] + gathered[rank, 0] - m
-        smoothed = (1 - a) * loss + a * (d.log() - local_mean)
-        return torch.where(target.reshape(-1) == problem.ignore_index, 0.0, smoothed), saved
+        smoothed = (1 - a) * loss + a * (d.log() - local_mean).view(target.shape)
+        return torch.where(target == problem.ignore_index, 0.0, smoothed), saved
 
     def logits_gradient(
         logits: Tensor, target: Tensor, grad_loss: Tensor, saved: Tensor, out: Tensor, problem: ShardProblem
@@ -127,7 +127,8 @@ def through_a_rounded_lse(backend: Backend) -> Backend:
     def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Tensor, Tensor]:
         loss, saved = backend.merge_statistics(gathered, target, problem)
         m, d = saved
-        moved = (m + d.log()) - (m + (d.log() - loss))
+        m, log_d = m.view(target.shape), d.log().view(target.shape)
+        moved = (m + log_d) - (m + (log_d - loss))
         return torch.where(loss.isfinite(), moved, loss), saved
 
     return backend._replace(merge_statistics=merge_statistics)

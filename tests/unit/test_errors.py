@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import te_ce
 from te_ce import LossOptions, VocabShard, vocab_parallel_cross_entropy
@@ -33,6 +34,7 @@ _TARGET = torch.zeros(3, dtype=torch.int64)
         (_LOGITS, _TARGET.to("meta"), ValueError, "target: expected a dense tensor with storage"),
         (_LOGITS.to("meta"), _TARGET, ValueError, "logits: expected a dense tensor with storage"),
         (_LOGITS.to_sparse(), _TARGET, ValueError, "logits: expected a dense tensor"),
+        (TwoTensor(_LOGITS, _LOGITS), _TARGET, TypeError, "logits: expected a plain tensor, got TwoTensor; pass"),
     ],
 )
 def test_wrong_tensors(logits: Any, target: Any, error: type[Exception], message: str) -> None:
@@ -119,6 +121,11 @@ def test_errors_come_before_any_collective(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(ValueError, match="expected"):
             vocab_parallel_cross_entropy(_LOGITS, _TARGET, check_targets=True, **keywords)  # type: ignore[arg-type]
     assert gather_statistics is not collective
+
+
+def test_even_shards_need_a_group() -> None:
+    with pytest.raises(TypeError, match=r"group: expected a torch.distributed.ProcessGroup or None, got str"):
+        VocabShard.even(10, "tp")  # type: ignore[arg-type]
 
 
 def test_wrong_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@ were (`torch.equal` with a clone, and the same version) and still give the right
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from te_ce import LossOptions
+from te_ce import backend as backends
 from tests.support.bounds import check_gradient
 from tests.support.dense import dense
 from tests.support.subject import Subject
@@ -285,7 +288,7 @@ def test_true_refuses_rows_that_share_memory(subject: Subject) -> None:
 
 def test_true_refuses_logits_that_would_be_copied(subject: Subject) -> None:
     logits = torch.randn(16, 5, device=subject.device).t()
-    with pytest.raises(ValueError, match=r"inplace: expected logits with a contiguous last dimension"):
+    with pytest.raises(ValueError, match=r"inplace: expected logits that can be read in place"):
         subject.loss(logits, torch.arange(5, device=subject.device), inplace=True)
 
 
@@ -350,3 +353,124 @@ def test_a_calibration_that_cannot_tell_is_not_believed(monkeypatch: pytest.Monk
     monkeypatch.setattr(ownership, "_counts_in_backward", lambda keep: ownership.OwnerCounts(9, 9, 9, 9))
     high.run()
     assert high.result is None
+
+
+class _Produces(torch.autograd.Function):
+    """Logits made by `produce` outside of torch's own memory or layout; the gradient is recorded."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor, produce: Callable[[Tensor], Tensor], seen: dict) -> Tensor:  # type: ignore[no-untyped-def, override, type-arg]
+        ctx.seen = seen
+        logits = produce(values.detach().clone())
+        ctx.shape = values.shape
+        return logits
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def, override]
+        ctx.seen["grad"] = grad.clone()
+        return grad.new_zeros(ctx.shape), None, None
+
+
+@pytest.mark.parametrize("owner", ["numpy", "dlpack", "frombuffer", "file", "shared"])
+def test_memory_that_torch_does_not_own_is_untouched(
+    subject: Subject, owner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owners show in no count of torch's. Such memory is the host's: CUDA tensors only come by DLPack."""
+    model = Model(subject)
+    kept: list[object] = []
+
+    def produce(values: Tensor) -> Tensor:
+        if owner == "dlpack":
+            kept.append(values)
+            return torch.from_dlpack(values)
+        array = values.cpu().numpy().copy()
+        if owner == "numpy":
+            kept.append(array)
+            return torch.from_numpy(array)
+        if owner == "frombuffer":
+            kept.append(bytearray(array.tobytes()))
+            return torch.frombuffer(kept[0], dtype=torch.float32).view(values.shape)
+        if owner == "file":
+            array.tofile(tmp_path / "logits")
+            return torch.from_file(str(tmp_path / "logits"), shared=True, size=array.size).view(values.shape)
+        return values.cpu().share_memory_()
+
+    on_host = owner != "dlpack"
+    values = model.values.detach().cpu() if on_host else model.values.detach()
+    target = model.target.cpu() if on_host else model.target
+    serving = subject
+    if on_host and subject.device.type == "cuda":
+        # The kernels can't read the host's memory; ownership is decided in the same lines for both.
+        serving = dataclasses.replace(subject, backend=backends._torch_backend())
+    seen: dict = {}  # type: ignore[type-arg]
+    addresses: list[int] = []
+
+    def recorded(values: Tensor) -> Tensor:
+        logits = produce(values)
+        addresses.append(logits.data_ptr())
+        return logits
+
+    logits = _Produces.apply(values.requires_grad_(), recorded, seen)
+    loss = serving.loss(logits, target).sum()
+    before = logits.detach().clone()
+    taken: list[bool] = []
+    logits.register_hook(lambda grad: taken.append(grad.data_ptr() == addresses[0]))
+    del logits
+    loss.backward()
+    assert taken == [False]
+    if owner == "numpy":
+        assert (torch.from_numpy(kept[0]) == before).all()
+
+
+def test_overlapping_rows_are_not_overwritten(subject: Subject) -> None:
+    model = Model(subject, shape=(5, 16))
+    for strides in ((8, 1), (0, 1)):
+        grads = []
+        for inplace in ("auto", False):
+            seen: dict = {}  # type: ignore[type-arg]
+
+            def produce(values: Tensor, strides: tuple[int, int] = strides) -> Tensor:
+                whole = torch.empty(0, device=values.device)
+                return whole.set_(values.untyped_storage(), 0, (5, 16), strides)
+
+            logits = _Produces.apply(model.values, produce, seen)
+            loss = subject.loss(logits, model.target, inplace=inplace).sum()
+            del logits
+            loss.backward()
+            grads.append(seen["grad"])
+        assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("inplace", ["auto", True])
+def test_an_interrupted_backward_is_not_repeated_on_half_a_gradient(subject: Subject, inplace: object) -> None:
+    def interrupted(logits: Tensor, target: Tensor, g: Tensor, saved: Tensor, out: Tensor, problem: object) -> None:
+        out.view(-1)[:5].detach().zero_()
+        raise KeyboardInterrupt
+
+    model = Model(subject)
+    broken = dataclasses.replace(subject, backend=subject.backend._replace(logits_gradient=interrupted))
+    loss = broken.loss(model.logits(), model.target, inplace=inplace).sum()
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|backward through the graph a second"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("inplace", ["auto", False])
+def test_the_gradient_cannot_be_differentiated_again(subject: Subject, inplace: object) -> None:
+    model = Model(subject)
+    loss = model.loss(model.logits(), inplace=inplace).sum()
+    (grad,) = torch.autograd.grad(loss, model.values, create_graph=True)
+    model.check()
+    with pytest.raises(RuntimeError, match="differentiated again, which is not supported"):
+        torch.autograd.grad((grad**2).sum(), model.values)
+
+
+def test_the_loss_can_be_changed_in_place(subject: Subject) -> None:
+    model = Model(subject)
+    loss = model.loss(model.logits())
+    loss[0] = 0.0
+    loss *= 2.0
+    loss.sum().backward()
+    assert (model.seen["grad"][0] == 0).all()
+    assert (model.seen["grad"][1] != 0).any()

@@ -158,3 +158,45 @@ def test_classifier_gradients_match_float64(subject: Subject) -> None:
     # One rounding: half a unit in the last place, a whole one where the interpreter truncates.
     tolerance = 2.0**-8 if subject.allowed_ulps(torch.bfloat16) == 0.5 else 2.0**-7
     torch.testing.assert_close(logits.grad.cpu().double(), x.grad, rtol=tolerance * 1.01, atol=1e-9)
+
+
+# The 1 of the max beside many small equal terms: rounding at 1 loses them all to the same side.
+@pytest.mark.parametrize(
+    ("columns", "below"), [(300, 10.2303), (3000, 10.2987), (64_000, 12.0), (128_000, 12.0), (128_000, 15.0)]
+)
+@pytest.mark.parametrize("place", [0, 77, -1])
+def test_confident_rows_keep_the_bound(subject: Subject, columns: int, below: float, place: int) -> None:
+    logits = torch.full((1, columns), -below, device=subject.device)
+    logits[0, place] = 0.0
+    target = torch.tensor([place % columns], device=subject.device)
+    exact = math.log1p((columns - 1) * math.exp(logits[0, place - 1].double().item()))
+    for alpha in (0.0, 0.1):
+        expected = exact + alpha * (columns - 1) / columns * -logits[0, place - 1].double().item()
+        loss = subject.loss(logits, target, label_smoothing=alpha)
+        assert abs(loss.item() - expected) <= 4e-7 * max(1.0, expected)
+
+
+@pytest.mark.parametrize("near", [1e-4, 0.1, 0.7])
+def test_two_large_terms_keep_the_bound(subject: Subject, near: float) -> None:
+    logits = torch.full((1, 128_000), -12.0, device=subject.device)
+    logits[0, 5], logits[0, 70_000] = 0.0, -near
+    x = logits.double()
+    expected = torch.logsumexp(x, -1).item()
+    loss = subject.loss(logits, torch.tensor([5], device=subject.device))
+    assert abs(loss.item() - expected) <= 4e-7 * max(1.0, expected)
+
+
+@pytest.mark.parametrize("alpha", [0.9, 0.999, 0.99999])
+def test_the_target_keeps_its_weight_as_smoothing_nears_1(subject: Subject, alpha: float) -> None:
+    columns = 5000
+    logits = torch.zeros(1, columns, device=subject.device)
+    logits[0, 3] = -6e4
+    logits.requires_grad_()
+    target = torch.tensor([3], device=subject.device)
+    loss = subject.loss(logits, target, label_smoothing=alpha)
+    x = logits.detach().cpu().double().requires_grad_()
+    expected = F.cross_entropy(x, target.cpu(), label_smoothing=alpha, reduction="none")
+    assert abs(loss.item() - expected.item()) <= 4e-7 * expected.item()
+    loss.backward()
+    expected.backward()
+    assert abs(logits.grad[0, 3].item() - x.grad[0, 3].item()) <= 2e-6 * (alpha / columns + (1 - alpha))

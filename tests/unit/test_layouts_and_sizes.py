@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from te_ce import LossOptions, VocabShard
-from te_ce.layout import columns_are_contiguous, fold_rows, may_share_memory, row_parts, row_slices
+from te_ce.layout import fold_rows, may_share_memory, readable_in_place, row_parts, row_slices
 from tests.support.bounds import check_gradient, check_loss
 from tests.support.dense import dense
 from tests.support.subject import Subject
@@ -116,13 +116,13 @@ def _grids(subject: Subject, rows: int, monkeypatch: pytest.MonkeyPatch) -> list
 _FAR_APART = """
 import torch
 from tests.conftest import make_subject
-from te_ce.layout import columns_are_contiguous
+from te_ce.layout import readable_in_place
 
 subject = make_subject({name!r})
 for shape, strides in {layouts}:
     storage = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=subject.device)
     logits = storage.as_strided(shape, strides)
-    assert columns_are_contiguous(logits)
+    assert readable_in_place(logits)
     values = torch.randn(*shape, generator=torch.Generator().manual_seed(3)).bfloat16().to(subject.device)
     logits.copy_(values)
     target = torch.arange(values[..., 0].numel(), device=subject.device).view(shape[:-1])
@@ -190,11 +190,23 @@ def test_parts_and_slices_cover_every_row_once(permutation: tuple[int, ...]) -> 
 
 def test_layout_predicates() -> None:
     base = torch.zeros(4, 6)
-    assert columns_are_contiguous(base)
-    assert not columns_are_contiguous(base.t())
-    assert columns_are_contiguous(base[:, :1])
+    assert readable_in_place(base)
+    assert not readable_in_place(base.t())
+    assert readable_in_place(base[:, :1])
     assert not may_share_memory(base.t())
     assert not may_share_memory(base[::2, 1:3])
     assert may_share_memory(base[:1].expand(4, 6))
     assert may_share_memory(base.as_strided((3, 4), (2, 1)))
     assert not may_share_memory(torch.empty(0, 3))
+
+
+@pytest.mark.parametrize("which", ["logits", "target"])
+def test_lazily_negated_inputs(subject: Subject, which: str) -> None:
+    logits = _random(4, 8).to(subject.device)
+    target = torch.tensor([1, 2, 3, 4], device=subject.device)
+    if which == "logits":
+        assert torch.equal(subject.loss(torch._neg_view(logits), target), subject.loss(-logits, target))
+        with pytest.raises(ValueError, match="inplace: expected logits that can be read in place"):
+            subject.loss(torch._neg_view(logits), target, inplace=True)
+    else:
+        assert torch.equal(subject.loss(logits, torch._neg_view(-target)), subject.loss(logits, target))

@@ -142,3 +142,12 @@ def test_checking_names_rank_row_and_value(
         subject.loss(_logits(subject), target, **keywords)
     good = torch.tensor([0, -100, 5, 3], device=subject.device)
     assert subject.loss(_logits(subject), good, **keywords).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("ignore_index", [2**32 + 1, -(2**32) + 2, 2**40])
+def test_the_mean_counts_in_64_bits(subject: Subject, dtype: torch.dtype, ignore_index: int) -> None:
+    target = torch.tensor([1, 2, 3, 4], dtype=dtype, device=subject.device)
+    logits = _logits(subject)
+    mean = subject.loss(logits, target, ignore_index=ignore_index, reduction="mean")
+    torch.testing.assert_close(mean, F.cross_entropy(logits, target.long()), atol=1e-6, rtol=0)

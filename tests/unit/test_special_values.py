@@ -94,3 +94,17 @@ def test_extreme_finite_logits(subject: Subject) -> None:
         loss.backward()
         assert loss.item() == 0.0
         assert logits.grad.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("low", [-_INF, -3.4e38])
+@pytest.mark.parametrize(("classes", "alpha"), [(2, 0.5), (2, 0.6), (3, 0.9), (4, 0.75), (4, 0.1)])
+@pytest.mark.parametrize("smoothing", ["others", "uniform"])
+def test_a_target_out_of_reach_costs_infinity_at_any_smoothing(
+    subject: Subject, classes: int, alpha: float, smoothing: str, low: float
+) -> None:
+    # With "others" the weight of the target's term is 0 or negative from alpha = (V - 1) / V on.
+    logits = torch.full((2, classes), 3.4e38 if low > -_INF else 0.0, device=subject.device)
+    logits[:, 0] = low
+    target = torch.tensor([0, 0], device=subject.device)
+    loss = subject.loss(logits, target, label_smoothing=alpha, smoothing=smoothing)
+    assert (loss == _INF).all()

@@ -102,3 +102,29 @@ def test_ignored_rows_have_no_gradient_whatever_arrives(subject: Subject, value:
     (grad,) = torch.autograd.grad(subject.loss(logits, target), logits, g)
     assert (grad[0] == 0).all()
     assert grad[1].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["negated", "sparse", "zero"])
+def test_gradients_that_are_not_plain_memory(subject: Subject, kind: str) -> None:
+    logits = torch.randn(5, 12, generator=torch.Generator().manual_seed(3)).to(subject.device).requires_grad_()
+    target = torch.arange(5, device=subject.device)
+    values = torch.tensor([1.0, -2.0, 0.5, 0.0, 3.0], device=subject.device)
+    g = {
+        "negated": lambda: torch._neg_view(values),
+        "sparse": lambda: values.to_sparse(),
+        "zero": lambda: torch._efficientzerotensor(5, device=subject.device),
+    }[kind]()
+    expected = {"negated": -values, "sparse": values, "zero": torch.zeros_like(values)}[kind]
+    (plain,) = torch.autograd.grad(subject.loss(logits, target), logits, expected)
+
+    class Upstream(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+            return g
+
+    (grad,) = torch.autograd.grad(Upstream.apply(subject.loss(logits, target)).sum(), logits)
+    assert torch.equal(grad, plain)
