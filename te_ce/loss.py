@@ -69,9 +69,13 @@ def vocab_parallel_cross_entropy(
         logits = logits.resolve_neg().contiguous()
     target = readable(target)
     loss: Tensor = VocabParallelCrossEntropy.apply(logits, target, LossCall(problem, group, backend, inplace))
-    if resolved.reduction == "none":
+    return _reduce(loss, target, resolved)
+
+
+def _reduce(loss: Tensor, target: Tensor, options: LossOptions) -> Tensor:
+    if options.reduction == "none":
         return loss
-    if resolved.reduction == "sum":
+    if options.reduction == "sum":
         return loss.sum()
     # In 64 bits: an int32 target compared with a larger ignore_index would wrap.
-    return loss.sum() / (target.long() != resolved.ignore_index).sum().clamp(min=1)
+    return loss.sum() / (target.long() != options.ignore_index).sum().clamp(min=1)
