@@ -125,7 +125,9 @@ def command_line(argv: list[str], folder: Path) -> tuple[Config, str | None]:
         help="train again, twice, with Megatron's own loss and overlay the curves; native is Megatron's default, "
         "which is the unfused one",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. train.steps=50")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="e.g. train.steps=50 check.below_unigram=null"
+    )
     args = parser.parse_intermixed_args(argv)
     overrides = list(args.overrides)
     if args.data is not None:
@@ -186,7 +188,9 @@ def _assign(config: Config, name: str, value: Any, origin: str) -> None:
     if section is None:
         raise ConfigError(f"{origin}: unknown section '{section_name}'{_nearest(section_name, _names(config))}")
     if key not in _names(section):
-        raise ConfigError(f"{origin}: unknown key '{section_name}.{key}'{_nearest(key, _names(section))}")
+        raise ConfigError(
+            f"{origin}: unknown key '{section_name}.{key}'{_nearest(key, _names(section), f'{section_name}.')}"
+        )
     if entry:
         if not isinstance(getattr(section, key), dict):
             raise ConfigError(f"{origin}: '{section_name}.{key}' holds one value; '{name}' names a part of it")
@@ -199,9 +203,9 @@ def _names(section: Any) -> list[str]:
     return [f.name for f in dataclasses.fields(section)]
 
 
-def _nearest(name: str, names: list[str]) -> str:
+def _nearest(name: str, names: list[str], prefix: str = "") -> str:
     close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean '{close[0]}'?" if close else f"; expected one of {', '.join(names)}"
+    return f"; did you mean '{prefix}{close[0]}'?" if close else f"; expected one of {', '.join(names)}"
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:

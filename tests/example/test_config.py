@@ -51,7 +51,7 @@ def test_overrides_come_after_the_file() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.stepz=3", r"command line: unknown key 'train.stepz'; did you mean 'steps'\?"),
+        ("train.stepz=3", r"command line: unknown key 'train.stepz'; did you mean 'train.steps'\?"),
         ("trian.steps=3", r"command line: unknown section 'trian'; did you mean 'train'\?"),
         ("zzz.steps=3", r"unknown section 'zzz'; expected one of data, parallel"),
         ("train.steps", r"expected section.key=value, found 'train.steps'"),
