@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from te_ce.collectives import gather_faults
+from te_ce.collectives import FAULT_FIELDS, gather_faults
 from te_ce.layout import may_share_memory, readable_in_place
 from te_ce.problem import ShardProblem
 
@@ -87,7 +87,7 @@ def raise_for_bad_targets(target: Tensor, problem: ShardProblem, group: ProcessG
     """
     flat = target.reshape(-1).long()
     bad = ((flat < 0) | (flat >= problem.classes)) & (flat != problem.ignore_index)
-    record = torch.zeros(3, dtype=torch.int64, device=target.device)
+    record = torch.zeros(FAULT_FIELDS, dtype=torch.int64, device=target.device)
     if flat.numel():
         first = bad.to(torch.int8).argmax()
         record = torch.stack((bad.sum(), first, flat[first]))

@@ -1,7 +1,7 @@
 """Launchers of the kernels: block shapes, grids and strides; the same functions as `te_ce.reference`.
 
 Rows lie on grid axis 0, which has no 65,535 limit; row offsets are 64-bit inside the kernels. Block shapes depend on
-the width of the shard alone, so that the bits of a row do not depend on the batch.
+the width of the shard and on smoothing, never on the rows, so that the bits of a row do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BlockShape(NamedTuple):
 
 # The widest blocks; narrower shards take the next power of two.
 STATISTICS_BLOCK = BlockShape(4096, 4)
-# A third sum per lane: with the wider block, registers spill on sm_80.
+# Smoothing adds a sum to each lane: with the wider block, registers spill on sm_80.
 SMOOTHED_STATISTICS_BLOCK = BlockShape(2048, 4)
 MERGE_BLOCK = BlockShape(128, 4)
 GRADIENT_BLOCK = BlockShape(2048, 4)
