@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,14 +18,25 @@ from te_ce.problem import ShardProblem
 Inplace = Literal["auto"] | bool
 
 
-@dataclasses.dataclass(frozen=True)
-class LossCall:
+class LossCall(NamedTuple):
     """What one call needs besides its tensors; resolved and checked before the node is made."""
 
     problem: ShardProblem
-    group: ProcessGroup | None
+    group: ProcessGroup | None  # None: of one rank
     backend: Backend
     inplace: Inplace
+
+
+def forward(logits: Tensor, target: Tensor, call: LossCall) -> tuple[Tensor, Tensor]:
+    """Loss [..] of every row, and saved [2, N] = (m, d) of the whole rows; counts one loss served."""
+    backend, problem = call.backend, call.problem
+    if call.group is None:
+        loss, saved = backend.row_loss(logits, target, problem)
+    else:
+        gathered = gather_statistics(backend.row_statistics(logits, target, problem), call.group)
+        loss, saved = backend.merge_statistics(gathered, target, problem)
+    count_loss(backend.name)
+    return loss, saved
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -46,10 +56,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, call: LossCall) -> Tensor:
-        stats = call.backend.row_statistics(logits, target, call.problem)
-        gathered = gather_statistics(stats, call.group)
-        loss, saved = call.backend.merge_statistics(gathered, target, call.problem)
-        count_loss(call.backend.name)
+        loss, saved = forward(logits, target, call)
         if ctx.needs_input_grad[0]:
             if call.inplace == "auto":
                 ownership.prepare(logits)
@@ -65,17 +72,27 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             overwrite = ownership.is_sole_owner(ownership.owner_counts(logits)) and not may_share_memory(logits)
         else:
             overwrite = bool(call.inplace)
+        if not torch.is_grad_enabled():
+            return _gradient(logits, target, grad_loss, saved, call, overwrite), None, None
+        # create_graph=True
         with torch.no_grad():
-            out = logits if overwrite else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-            if overwrite:
-                # Before the first write: a backward that is interrupted and tried again must raise.
-                torch.autograd.graph.increment_version(logits)
-            call.backend.logits_gradient(logits, target, readable(grad_loss), saved, out, call.problem)
-            # An alias: autograd would copy the saved tensor itself on its way to whoever wants the gradient.
-            grad_logits = out.detach()
-        if torch.is_grad_enabled():  # create_graph=True
-            grad_logits = _Undifferentiable.apply(grad_logits, logits, grad_loss)
-        return grad_logits, None, None
+            grad_logits = _gradient(logits, target, grad_loss, saved, call, overwrite)
+        return _Undifferentiable.apply(grad_logits, logits, grad_loss), None, None
+
+
+def _gradient(
+    logits: Tensor, target: Tensor, grad_loss: Tensor, saved: Tensor, call: LossCall, overwrite: bool
+) -> Tensor:
+    """Gradient of the logits, in their storage or in a new one."""
+    if not overwrite:
+        out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        call.backend.logits_gradient(logits, target, readable(grad_loss), saved, out, call.problem)
+        return out
+    # Before the first write: a backward that is interrupted and tried again must raise.
+    torch.autograd.graph.increment_version(logits)
+    call.backend.logits_gradient(logits, target, readable(grad_loss), saved, logits, call.problem)
+    # An alias: autograd would copy the saved tensor itself on its way to whoever wants the gradient.
+    return logits.detach()
 
 
 class _Undifferentiable(torch.autograd.Function):

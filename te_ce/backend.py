@@ -23,6 +23,12 @@ class RowStatistics(Protocol):
     def __call__(self, logits: Tensor, target: Tensor, problem: ShardProblem) -> Tensor: ...
 
 
+class RowLoss(Protocol):
+    """See `te_ce.reference.row_loss`."""
+
+    def __call__(self, logits: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Tensor, Tensor]: ...
+
+
 class MergeStatistics(Protocol):
     """See `te_ce.reference.merge_statistics`."""
 
@@ -38,9 +44,10 @@ class LogitsGradient(Protocol):
 
 
 class Backend(NamedTuple):
-    """One implementation of the three steps of the loss."""
+    """One implementation of the steps of the loss: statistics and merge, or `row_loss` on one rank; then gradient."""
 
     name: str
+    row_loss: RowLoss
     row_statistics: RowStatistics
     merge_statistics: MergeStatistics
     logits_gradient: LogitsGradient
@@ -74,11 +81,17 @@ def choose_backend(logits: Tensor) -> Backend:
 def _torch_backend() -> Backend:
     from te_ce import reference
 
-    return Backend("torch", reference.row_statistics, reference.merge_statistics, reference.logits_gradient)
+    return Backend(
+        "torch",
+        reference.row_loss,
+        reference.row_statistics,
+        reference.merge_statistics,
+        reference.logits_gradient,
+    )
 
 
 @functools.cache
 def _triton_backend() -> Backend:
     from te_ce.kernels import launch
 
-    return Backend("triton", launch.row_statistics, launch.merge_statistics, launch.logits_gradient)
+    return Backend("triton", launch.row_loss, launch.row_statistics, launch.merge_statistics, launch.logits_gradient)

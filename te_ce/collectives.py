@@ -20,14 +20,14 @@ def gather_statistics(stats: Tensor, group: ProcessGroup | None) -> Tensor:
     """Statistics of all ranks, in rank order.
 
     Args:
-        stats: [fields, N] of this rank, contiguous.
+        stats: [parts, fields, N] of this rank, contiguous; as many parts on every rank.
 
     Returns:
-        [W, fields, N]. One all-gather; none for `group=None` or a group of one.
+        [W * parts, fields, N]. One all-gather; none for `group=None` or a group of one.
     """
     ranks = group_size(group)
     if ranks == 1:
-        return stats[None]
+        return stats
     return _all_gather(stats, group, ranks)
 
 
@@ -41,15 +41,15 @@ def gather_faults(record: Tensor, group: ProcessGroup | None) -> list[list[int]]
         one record per rank, in rank order. One all-gather and a host synchronisation.
     """
     ranks = group_size(group)
-    records: list[list[int]] = (_all_gather(record, group, ranks) if ranks > 1 else record[None]).tolist()
+    gathered = _all_gather(record, group, ranks) if ranks > 1 else record
+    records: list[list[int]] = gathered.view(ranks, FAULT_FIELDS).tolist()
     return records
 
 
 def _all_gather(tensor: Tensor, group: ProcessGroup | None, ranks: int) -> Tensor:
-    """[W, *shape] of all ranks' `tensor`, in one collective."""
-    gathered = tensor.new_empty((ranks, *tensor.shape))
-    # gloo wants the output as a concatenation along the first dimension.
-    _all_gather_concatenated(gathered.flatten(0, 1), tensor, group=group)
+    """All ranks' `tensor`, concatenated along the first dimension, in one collective."""
+    gathered = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:]))
+    _all_gather_concatenated(gathered, tensor, group=group)
     return gathered
 
 

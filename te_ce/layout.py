@@ -7,6 +7,7 @@ walked from outside, one launch per index, instead of being copied.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -21,10 +22,12 @@ class RowGrid(NamedTuple):
     Attributes:
         inner: size of the inner row dimension; 1 where one dimension is enough.
         strides: (stride_outer, stride_inner) of each tensor, in elements.
+        flat_strides: the same in one tuple.
     """
 
     inner: int
     strides: tuple[tuple[int, int], ...]
+    flat_strides: tuple[int, ...]
 
 
 class RowPart(NamedTuple):
@@ -36,7 +39,8 @@ class RowPart(NamedTuple):
     grid: RowGrid
 
 
-def fold_rows(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> RowGrid | None:
+@functools.lru_cache(maxsize=256)
+def fold_rows(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> RowGrid | None:
     """Fold the row dimensions that all tensors step through alike; None if more than two remain.
 
     Args:
@@ -55,16 +59,15 @@ def fold_rows(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> RowGrid
             sizes.append(shape[dim])
             folded.append(step)
     # `sizes` and `folded` run from the innermost dimension outwards.
-    if not sizes:
-        return RowGrid(1, tuple((0, 0) for _ in strides))
-    if len(sizes) == 1:
-        return RowGrid(1, tuple((step, 0) for step in folded[0]))
-    if len(sizes) == 2:
-        return RowGrid(sizes[0], tuple(zip(folded[1], folded[0], strict=True)))
-    return None
+    if len(sizes) > 2:
+        return None
+    outer = folded[-1] if sizes else [0] * len(strides)
+    inner = folded[0] if len(sizes) == 2 else [0] * len(strides)
+    steps = tuple(zip(outer, inner, strict=True))
+    return RowGrid(sizes[0] if len(sizes) == 2 else 1, steps, tuple(step for pair in steps for step in pair))
 
 
-def row_parts(shape: Sequence[int], tensors: Sequence[Tensor], first: int = 0) -> Iterator[RowPart]:
+def row_parts(shape: Sequence[int], tensors: Sequence[Tensor], first: int = 0) -> list[RowPart]:
     """Cut a call into the fewest parts whose rows fold: one, unless three or more row dimensions resist.
 
     Args:
@@ -72,13 +75,15 @@ def row_parts(shape: Sequence[int], tensors: Sequence[Tensor], first: int = 0) -
         tensors: each with `shape` as its leading dimensions.
         first: flat index of the first row.
     """
-    grid = fold_rows(shape, [tensor.stride()[: len(shape)] for tensor in tensors])
+    grid = fold_rows(tuple(shape), tuple([tensor.stride()[: len(shape)] for tensor in tensors]))
     if grid is not None:
-        yield RowPart(first, math.prod(shape), tuple(tensors), grid)
-        return
+        return [RowPart(first, math.prod(shape), tuple(tensors), grid)]
     count = math.prod(shape[1:])
-    for index in range(shape[0]):
-        yield from row_parts(shape[1:], [tensor[index] for tensor in tensors], first + index * count)
+    return [
+        part
+        for index in range(shape[0])
+        for part in row_parts(shape[1:], [tensor[index] for tensor in tensors], first + index * count)
+    ]
 
 
 def row_slices(shape: Sequence[int], limit: int, first: int = 0) -> Iterator[tuple[slice, tuple[int | slice, ...]]]:

@@ -1,4 +1,4 @@
-"""The public loss on logits: checks what it was given, then hands over to the autograd node."""
+"""The public loss on logits: hands over to the autograd node, or while torch.compile traces to the operator."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from te_ce import environment
-from te_ce.autograd import Inplace, LossCall, VocabParallelCrossEntropy
-from te_ce.backend import choose_backend
-from te_ce.checks import check_inplace, check_inputs, raise_for_bad_targets
-from te_ce.groups import check_group
-from te_ce.layout import readable, readable_in_place
+from te_ce.autograd import Inplace, VocabParallelCrossEntropy
+from te_ce.call import resolve_call
+from te_ce.operators import loss_in_graph
 from te_ce.options import LossOptions, resolve_options
-from te_ce.problem import ShardProblem
-from te_ce.shard import VocabShard, resolve_shard
+from te_ce.reduction import reduce_loss
+from te_ce.shard import VocabShard
 
 
-# Reference counts and raw writes into the logits' storage are not for a compiler to trace.
-@torch._disable_dynamo  # type: ignore[attr-defined]
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -41,8 +36,9 @@ def vocab_parallel_cross_entropy(
         options: see `LossOptions`; or give its fields as keywords (`label_smoothing=0.1`), not both.
         shard: the columns this rank holds. None: equal shards of V_local columns.
         inplace: whether the gradient overwrites the logits' storage. "auto": where nobody else can still see it, which
-            is decided in backward; a CUDA stream that still reads logits nobody holds any more cannot be seen. False:
-            never. True: always; a later use of the logits by autograd, or a second backward, raises.
+            is decided in backward; a CUDA stream that still reads logits nobody holds any more cannot be seen; never
+            under torch.compile. False: never. True: always; a later use of the logits by autograd, or a second
+            backward, raises; under torch.compile it breaks the graph.
 
     Returns:
         float32 (float64 for float64 logits): [..] for reduction "none", a scalar for "sum" and "mean". Every rank has
@@ -57,25 +53,27 @@ def vocab_parallel_cross_entropy(
     Collectives: one all-gather of 12 bytes a row (20 with smoothing) in forward, none in backward; one more of 24 bytes
     first with check_targets.
     """
+    if torch.compiler.is_compiling():
+        if inplace is not True:
+            return loss_in_graph(logits, target, group, options, shard, loss_options)
+        return _eager_loss_outside_the_graph(logits, target, group, options, shard, inplace, loss_options)
+    return _eager_loss(logits, target, group, options, shard, inplace, loss_options)
+
+
+def _eager_loss(
+    logits: Tensor,
+    target: Tensor,
+    group: ProcessGroup | None,
+    options: LossOptions | None,
+    shard: VocabShard | None,
+    inplace: Inplace,
+    loss_options: dict[str, Any],
+) -> Tensor:
     resolved = resolve_options(options, loss_options)
-    check_inputs(logits, target)
-    check_group(group)
-    problem = ShardProblem.resolve(resolved, resolve_shard(shard, logits.shape[-1], group))
-    check_inplace(inplace, logits)
-    backend = choose_backend(logits)
-    if resolved.check_targets or environment.check_targets_requested():
-        raise_for_bad_targets(target, problem, group)
-    if not readable_in_place(logits):
-        logits = logits.resolve_neg().contiguous()
-    target = readable(target)
-    loss: Tensor = VocabParallelCrossEntropy.apply(logits, target, LossCall(problem, group, backend, inplace))
-    return _reduce(loss, target, resolved)
+    logits, target, call = resolve_call(logits, target, group, resolved, shard, inplace)
+    loss: Tensor = VocabParallelCrossEntropy.apply(logits, target, call)
+    return reduce_loss(loss, target, resolved.reduction, resolved.ignore_index)
 
 
-def _reduce(loss: Tensor, target: Tensor, options: LossOptions) -> Tensor:
-    if options.reduction == "none":
-        return loss
-    if options.reduction == "sum":
-        return loss.sum()
-    # In 64 bits: an int32 target compared with a larger ignore_index would wrap.
-    return loss.sum() / (target.long() != options.ignore_index).sum().clamp(min=1)
+# Reference counts and raw writes into the logits' storage are not for a compiler to trace.
+_eager_loss_outside_the_graph = torch._disable_dynamo(_eager_loss)  # type: ignore[attr-defined]

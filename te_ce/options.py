@@ -7,6 +7,7 @@ where it is made, and every layer below receives this same object.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal
 
@@ -89,7 +90,10 @@ def resolve_options(options: LossOptions | None, fields: dict[str, Any]) -> Loss
             raise TypeError(
                 f"unexpected keyword {min(unknown)!r}: expected a field of LossOptions ({', '.join(_FIELD_NAMES)})"
             )
-        return LossOptions(**fields)
+        try:
+            return _kept(**fields)
+        except TypeError:  # a field that can't be hashed; or a wrong one, which raises again
+            return LossOptions(**fields)
     if not isinstance(options, LossOptions):
         raise TypeError(f"options: expected a LossOptions, got {type(options).__name__}")
     if fields:
@@ -97,6 +101,12 @@ def resolve_options(options: LossOptions | None, fields: dict[str, Any]) -> Loss
             f"options and {min(fields)!r} were both given: pass one of them, or dataclasses.replace(options, ...)"
         )
     return options
+
+
+@functools.lru_cache(maxsize=64, typed=True)
+def _kept(**fields: Any) -> LossOptions:
+    """The options with these fields; a training run asks for the same ones at every step."""
+    return LossOptions(**fields)
 
 
 _FIELD_NAMES = tuple(field.name for field in dataclasses.fields(LossOptions))

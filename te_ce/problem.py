@@ -6,6 +6,7 @@ Shape legend, used in every module: N rows (tokens), V classes, V_local columns 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from te_ce.options import LossOptions
 from te_ce.shard import VocabShard
@@ -14,6 +15,10 @@ from te_ce.shard import VocabShard
 # max m, sum d of exp(z - m), target logit z_y; with smoothing also s, the sum of (z - m), and the number of columns.
 PLAIN_FIELDS = 3
 SMOOTHING_FIELDS = 5
+
+# Where a rank holds more columns than this, a row's statistics are made in parts of about half as many, so that few
+# rows still keep the device busy.
+WHOLE_COLUMNS = 65536
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +32,8 @@ class ShardProblem:
         ignore_index: target of an ignored row.
         smoothing_weight: a' of L = (1 - a') (lse - z_y) + a' (lse - mean z); 0 without smoothing. With "others" it
             may exceed 1.
+        parts: parts in which the columns of a row are read, each with statistics of its own. The same on every rank,
+            whatever the width of its shard, and for any number of rows.
     """
 
     start: int
@@ -34,11 +41,17 @@ class ShardProblem:
     classes: int
     ignore_index: int
     smoothing_weight: float
+    parts: int = 1
+
+    @property
+    def is_smoothed(self) -> bool:
+        """Whether any mass is smoothed."""
+        return self.smoothing_weight != 0.0
 
     @property
     def fields(self) -> int:
         """Statistics per row that the forward pass makes and exchanges."""
-        return SMOOTHING_FIELDS if self.smoothing_weight else PLAIN_FIELDS
+        return SMOOTHING_FIELDS if self.is_smoothed else PLAIN_FIELDS
 
     @property
     def target_weight(self) -> float:
@@ -51,19 +64,31 @@ class ShardProblem:
         return self.smoothing_weight / self.classes
 
     @classmethod
-    def resolve(cls, options: LossOptions, shard: VocabShard) -> ShardProblem:
-        """The problem that `options` and `shard` describe.
+    def resolve(cls, options: LossOptions, shard: VocabShard, ranks: int = 1) -> ShardProblem:
+        """The problem that `options` and the `shard` of one of `ranks` ranks describe.
 
         Raises:
             ValueError: `vocab_size` is more than the columns there are, or smoothing has no other class to go to.
         """
-        classes = shard.size if options.vocab_size is None else options.vocab_size
-        if classes > shard.size:
-            raise ValueError(f"vocab_size: expected at most the {shard.size} columns of the vocabulary, got {classes}")
-        return cls(
-            start=shard.start,
-            real_columns=max(0, min(shard.stop, classes) - shard.start),
-            classes=classes,
-            ignore_index=options.ignore_index,
-            smoothing_weight=options.smoothing_weight(classes),
-        )
+        return resolve_problem(options, shard, ranks)
+
+
+@functools.lru_cache(maxsize=64)
+def resolve_problem(options: LossOptions, shard: VocabShard, ranks: int) -> ShardProblem:
+    """See `ShardProblem.resolve`; kept, since a training run asks for the same one at every step."""
+    classes = shard.size if options.vocab_size is None else options.vocab_size
+    if classes > shard.size:
+        raise ValueError(f"vocab_size: expected at most the {shard.size} columns of the vocabulary, got {classes}")
+    return ShardProblem(
+        start=shard.start,
+        real_columns=max(0, min(shard.stop, classes) - shard.start),
+        classes=classes,
+        ignore_index=options.ignore_index,
+        smoothing_weight=options.smoothing_weight(classes),
+        parts=_parts(-(-shard.size // ranks)),
+    )
+
+
+def _parts(columns: int) -> int:
+    """Parts of a row of so many columns a rank."""
+    return 1 if columns <= WHOLE_COLUMNS else -(-2 * columns // WHOLE_COLUMNS)

@@ -1,6 +1,6 @@
 """The plain-torch twin of the kernels: the readable definition of the loss, the CPU path, and the tests' subject.
 
-Same three functions, same arguments as `te_ce.kernels`. Statistics and loss are float32, or float64 for float64
+Same functions, same arguments as `te_ce.kernels`. Statistics and loss are float32, or float64 for float64
 logits. Rows are taken in slices, so that a float32 copy of all logits never exists.
 
 Every difference is relative to the row's max, never through a rounded lse: three equal logits of 1e8 have loss
@@ -29,8 +29,9 @@ def row_statistics(logits: Tensor, target: Tensor, problem: ShardProblem) -> Ten
         target: [..], int64 or int32, global ids.
 
     Returns:
-        [fields, N]: m = max z, d = sum exp(z - m), z_y (-inf where the target is elsewhere), and with smoothing
+        [1, fields, N]: m = max z, d = sum exp(z - m), z_y (-inf where the target is elsewhere), and with smoothing
         s = sum (z - m) and the number of columns. A shard without columns gives the identity (-inf, 0, -inf, 0, 0).
+        The kernels give [parts, fields, N], and leave undefined what they give for ignored rows.
     """
     target = target.reshape(-1).long()
     stats = logits.new_empty((problem.fields, target.numel()), dtype=_statistics_dtype(logits))
@@ -40,39 +41,44 @@ def row_statistics(logits: Tensor, target: Tensor, problem: ShardProblem) -> Ten
         stats[0, rows] = m
         stats[2, rows] = _target_logit(z, target[rows], problem)
         from_max = z.sub_(_finite_or_zero(m)[:, None])
-        if problem.smoothing_weight:
+        if problem.is_smoothed:
             stats[3, rows] = _row_sum(from_max)
             stats[4, rows] = problem.real_columns
         stats[1, rows] = _row_sum(from_max.exp_())
-    return stats
+    return stats[None]
+
+
+def row_loss(logits: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Tensor, Tensor]:
+    """Loss [..] of every row and saved [2, N] = (m, d), where one rank holds the whole vocabulary."""
+    return merge_statistics(row_statistics(logits, target, problem), target, problem)
 
 
 def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Tensor, Tensor]:
-    """Merge the statistics of all shards, in rank order, into the loss of every row.
+    """Merge the statistics of all parts of all shards, in their order, into the loss of every row.
 
     L = (1 - a') (log d - (z_y - m)) + a' (log d - s/V). Ignored rows give 0, targets that are no class NaN.
 
     Args:
-        gathered: [W, fields, N], rank r's statistics at index r.
+        gathered: [parts, fields, N], those of rank 0 first.
         target: [..], int64 or int32, global ids.
 
     Returns:
         loss [..] and saved [2, N] = (m, d), what the gradient needs.
     """
     shape, target = target.shape, target.reshape(-1).long()
-    ranks, shard_max = range(gathered.shape[0]), gathered[:, 0]
-    m = shard_max.amax(0)
-    weight = torch.exp(shard_max - m)
-    d = sum((weight[rank] * gathered[rank, 1] for rank in ranks), torch.zeros_like(m))
+    parts, part_max = range(gathered.shape[0]), gathered[:, 0]
+    m = part_max.amax(0)
+    weight = torch.exp(part_max - m)
+    d = sum((weight[part] * gathered[part, 1] for part in parts), torch.zeros_like(m))
     log_d = d.log()
     from_max = gathered[:, 2].amax(0) - m
     loss = log_d - from_max
-    if problem.smoothing_weight:
+    if problem.is_smoothed:
         s = torch.zeros_like(m)
-        for rank in ranks:
-            columns = gathered[rank, 4]
+        for part in parts:
+            columns = gathered[part, 4]
             # 0 columns times an infinite shift is NaN: an empty shard adds nothing.
-            s = s + gathered[rank, 3] + torch.where(columns > 0, columns * (shard_max[rank] - m), 0.0)
+            s = s + gathered[part, 3] + torch.where(columns > 0, columns * (part_max[part] - m), 0.0)
         loss = problem.target_weight * loss + problem.smoothing_weight * (log_d - s / problem.classes)
         # Weights of both signs, or 0, would make NaN of a target that costs infinity.
         loss = torch.where((from_max == -torch.inf) & (d > 0), torch.inf, loss)
@@ -98,7 +104,7 @@ def logits_gradient(
     for rows, index in _slices(logits):
         y, g, (m, d) = target[rows], grad_loss[rows], saved[:, rows]
         grad = _real_columns(logits[index], problem).sub_(m[:, None]).exp_().mul_((g / d)[:, None])
-        if problem.smoothing_weight:
+        if problem.is_smoothed:
             grad -= (g * problem.class_weight)[:, None]
         if problem.real_columns:
             owned, column = _local_target(y, problem)

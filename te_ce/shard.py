@@ -7,6 +7,7 @@ padding included; how many of them are classes is `LossOptions.vocab_size`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from torch.distributed import ProcessGroup
 
@@ -79,7 +80,7 @@ def resolve_shard(shard: VocabShard | None, width: int, group: ProcessGroup | No
             raise ValueError(
                 "logits: expected at least 1 column, got 0; declare an empty shard with shard=VocabShard(...)"
             )
-        return VocabShard(rank * width, (rank + 1) * width, ranks * width)
+        return _equal_shard(rank, ranks, width)
     if not isinstance(shard, VocabShard):
         raise TypeError(f"shard: expected a VocabShard or None, got {type(shard).__name__}")
     if shard.width != width:
@@ -95,3 +96,8 @@ def resolve_shard(shard: VocabShard | None, width: int, group: ProcessGroup | No
             "pass the group that holds the other columns"
         )
     return shard
+
+
+@functools.lru_cache(maxsize=64)
+def _equal_shard(rank: int, ranks: int, width: int) -> VocabShard:
+    return VocabShard(rank * width, (rank + 1) * width, ranks * width)

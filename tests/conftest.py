@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 
@@ -73,6 +74,11 @@ class _Tally:
             if not passed or skipped:
                 print(f"\nERROR: {name}: {passed} passed, {skipped} skipped; it must pass and may not be skipped")
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # What exists by now stays; a collection (see `Subject.loss`) need not look through it again.
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:

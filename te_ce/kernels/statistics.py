@@ -1,9 +1,15 @@
-"""Row statistics of one shard: a program walks one row once, block by block.
+"""Row statistics of one shard: a program walks a span of one row once, block by block.
 
-The running max is shared by the block, the sums are kept per lane and added up after the last block: one reduction
-across threads per block. When the max rises, the lanes are rescaled. The sum of a confident row is the 1 of its max and
-many small terms, which rounding at 1 would lose to one side: lanes are summed with compensation (Kahan 1965), and their
-total is split into a part that adds up exactly and a small rest. Every term of s is <= 0, so nothing cancels.
+Every thread keeps statistics of its own columns, so that no two threads meet before the last block: its max m, a
+reference r that the max may exceed by SLACK before it follows, and the sum of exp(z - r). Following seldom keeps the
+rounding of a rescaling out of the sum: each one that happens weighs what was summed before by less than exp(-SLACK).
+
+The sum of a confident row is the 1 of its max and many small terms, which rounding at 1 would lose to one side: blocks
+are summed by pairs, and added up with compensation (Kahan 1965). At the end the sum is divided by the max's own term,
+so that the max counts exactly 1; then the threads' sums are split into a part that adds up exactly and a small rest.
+
+Loads are of whole vectors of 16 bytes, from a multiple of LINE bytes on. The columns before it and after the last whole
+vector (odd vocabularies) are loaded one by one, and become the first columns of the threads.
 """
 
 from __future__ import annotations
@@ -11,14 +17,168 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from te_ce.kernels.numerics import LOG2_E, exp_weight, row_loss
+from te_ce.kernels.rows import at_row, ceil_to_line
+
+# How far, in natural units, a thread's max may exceed its reference.
+SLACK = tl.constexpr(0.5)
+
+# Exponents carry this much more: a float32 exponent in [-8, 0] is half as exact as one in [-4, 4].
+SHIFT = tl.constexpr(4.0)
+SHIFTED_ONE = tl.constexpr(16.0)
 
 # Adding and subtracting 1.5 * 2^17 rounds a float32 to a multiple of 2^-6; such multiples add up exactly to 2^18.
 SPLIT = tl.constexpr(196608.0)
 
 
-# Values that change from rank to rank or call to call, and whose divisibility helps no access.
-_UNSPECIALIZED = ["target_stride_outer", "target_stride_inner", "stats_stride", "start", "real_columns"]
+@triton.jit
+def _shifted_exp(x):
+    """exp(x) * 2^SHIFT; the same for equal x, wherever it is called."""
+    return tl.exp2(x * LOG2_E + SHIFT)
+
+
+@triton.jit
+def _sum_by_pairs(x, UNROLL: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr):
+    """[UNROLL, THREADS, VEC] -> [THREADS], VEC is 8 or 4: neighbours first; nothing leaves its thread."""
+    if VEC == 8:
+        left, right = tl.split(tl.reshape(x, [UNROLL, THREADS, 4, 2]))
+        x = left + right
+    left, right = tl.split(tl.reshape(x, [UNROLL, THREADS, 2, 2]))
+    left, right = tl.split(left + right)
+    return tl.sum(left + right, axis=0)
+
+
+@triton.jit
+def _add_block(
+    z,  # [UNROLL, THREADS, VEC], -inf where `mask` is off
+    mask,
+    m,  # [THREADS], as all that follow
+    r,
+    d,
+    lost,  # what d holds too much
+    s,
+    n,  # columns so far
+    FULL: tl.constexpr,  # the mask is on everywhere
+    HAS_SMOOTHING: tl.constexpr,
+    UNROLL: tl.constexpr,
+    THREADS: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Statistics of the threads' columns so far, and of one more block of them."""
+    z = z.to(tl.float32)
+    new_m = tl.maximum(m, tl.max(tl.max(z, axis=2), axis=0))
+    new_r = tl.where(new_m > r + SLACK, new_m, r)
+    # While every logit so far is -inf there is no max to subtract: -inf - -inf would be NaN.
+    base = tl.where(new_r == -float("inf"), 0.0, new_r)
+    rescale = tl.exp2((r - base) * LOG2_E)
+    x = z - base[None, :, None]
+    term = _sum_by_pairs(_shifted_exp(x), UNROLL, THREADS, VEC) - lost * rescale
+    d = d * rescale
+    raised = d + term
+    lost = (raised - d) - term
+    if HAS_SMOOTHING:
+        # With r = -inf either there were no columns, or s is -inf already.
+        s += tl.where(r == -float("inf"), 0.0, r - base) * n
+        s += _sum_by_pairs(x if FULL else tl.where(mask, x, 0.0), UNROLL, THREADS, VEC)
+    return new_m, new_r, raised, lost, s
+
+
+@triton.jit
+def span_statistics(
+    row_ptr,  # [V_local]
+    target_ptr,  # of this row
+    part,
+    span_blocks,  # blocks of a part
+    start,  # global id of column 0
+    real_columns,  # K
+    ignore_index,
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_EDGES: tl.constexpr,
+    PARTS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    THREADS: tl.constexpr,
+    LINE: tl.constexpr,
+):
+    """Statistics of one part of a row: target, and m, d, z_y, s, number of columns, as scalars.
+
+    Nothing but its first block is read of an ignored row, whose statistics nobody uses.
+    """
+    SIZE: tl.constexpr = row_ptr.dtype.element_ty.primitive_bitwidth // 8
+    VEC: tl.constexpr = 16 // SIZE
+    BLOCK: tl.constexpr = UNROLL * THREADS * VEC
+    # Positions count from the body, which begins at the row's first multiple of LINE bytes.
+    body_ptr, head = ceil_to_line(row_ptr, LINE)
+    if not HAS_EDGES:
+        head = 0
+    body = tl.maximum(real_columns - head, 0) // VEC * VEC
+    first = part * span_blocks * BLOCK
+    stop = tl.minimum(first + span_blocks * BLOCK, body)
+    offs_u, offs_t = tl.arange(0, UNROLL)[:, None, None], tl.arange(0, THREADS)[None, :, None]
+    offs = (offs_u * THREADS + offs_t) * VEC + tl.arange(0, VEC)[None, None, :]
+    # One block ahead: while a block is summed up, the next one is on its way.
+    z = tl.load(body_ptr + first + offs, mask=first + offs < stop, other=-float("inf"))
+
+    target = tl.load(target_ptr).to(tl.int64)
+    owned = (part == 0) & (target >= start) & (target < start + real_columns)
+    z_y = tl.load(row_ptr + tl.where(owned, target - start, 0), mask=owned, other=-float("inf")).to(tl.float32)
+    stop = tl.where(target == ignore_index, first, stop)
+
+    m = tl.full([THREADS], -float("inf"), dtype=tl.float32)
+    n = tl.zeros([THREADS], dtype=tl.float32)
+    if HAS_EDGES:
+        lane = tl.arange(0, THREADS)
+        after = head + body + lane - LINE // SIZE
+        in_head = (lane < head) & (lane < real_columns)
+        in_tail = (lane >= LINE // SIZE) & (after < real_columns)
+        edge = (part == PARTS - 1) & (in_head | in_tail)
+        m = tl.load(row_ptr + tl.where(in_head, lane, after), mask=edge, other=-float("inf")).to(tl.float32)
+        n = edge.to(tl.float32)
+    r = m
+    x = m - tl.where(m == -float("inf"), 0.0, m)
+    d = _shifted_exp(x)
+    lost = tl.zeros([THREADS], dtype=tl.float32)
+    s = tl.where(n > 0.0, x, 0.0)
+
+    at = first
+    for block in range(first + BLOCK, stop, BLOCK):
+        next_z = tl.load(body_ptr + block + offs, mask=block + offs < stop, other=-float("inf"))
+        m, r, d, lost, s = _add_block(z, True, m, r, d, lost, s, n, True, HAS_SMOOTHING, UNROLL, THREADS, VEC)
+        n += UNROLL * VEC
+        z, at = next_z, block
+    mask = at + offs < stop
+    m, r, d, lost, s = _add_block(z, mask, m, r, d, lost, s, n, False, HAS_SMOOTHING, UNROLL, THREADS, VEC)
+
+    row_m = tl.max(m, axis=0)
+    base = tl.where(row_m == -float("inf"), 0.0, row_m)
+    one = tl.where(m == -float("inf"), SHIFTED_ONE, _shifted_exp(m - tl.where(r == -float("inf"), 0.0, r)))
+    d = tl.div_rn(d - lost, one) * exp_weight(m - base)
+    coarse = (d + SPLIT) - SPLIT
+    row_d = tl.sum(coarse, axis=0) + tl.sum(d - coarse, axis=0)
+    row_s = 0.0
+    row_n = 0.0
+    if HAS_SMOOTHING:
+        for u in tl.static_range(UNROLL):
+            n += tl.where(at + (u * THREADS + tl.arange(0, THREADS)) * VEC < stop, VEC, 0)
+        row_s = tl.sum(s + tl.where(n > 0.0, n * (r - base), 0.0), axis=0)
+        row_n = tl.sum(n, axis=0)
+    return target, row_m, row_d, z_y, row_s, row_n
+
+
+_UNSPECIALIZED = [
+    "logits_ptr",
+    "target_ptr",
+    "stats_ptr",
+    "inner",
+    "logits_stride_outer",
+    "logits_stride_inner",
+    "target_stride_outer",
+    "target_stride_inner",
+    "n_rows",
+    "span_blocks",
+    "start",
+    "real_columns",
+    "ignore_index",
+]
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
@@ -27,68 +187,99 @@ def row_statistics_kernel(
     logits_ptr,  # [.., V_local] float32, bfloat16 or float16
     target_ptr,  # [..] int64 or int32
     # output
-    stats_ptr,  # [fields, N] float32: m, d, z_y, and with smoothing s, columns
+    stats_ptr,  # [PARTS, fields, N] float32: m, d, z_y, and with smoothing s, columns
     # sizes
     inner,  # row i is (i // inner, i % inner)
-    logits_stride_outer,
-    logits_stride_inner,
-    target_stride_outer,
-    target_stride_inner,
-    stats_stride,  # between fields
-    n_columns,  # V_local
-    start,  # global id of column 0
+    logits_stride_outer: tl.int64,
+    logits_stride_inner: tl.int64,
+    target_stride_outer: tl.int64,
+    target_stride_inner: tl.int64,
+    n_rows: tl.int64,  # N, between fields of the statistics
+    span_blocks,  # blocks of a part
+    start: tl.int64,  # global id of column 0
     real_columns,  # K, columns at or past it are padding
+    ignore_index: tl.int64,
     # constants
+    HAS_INNER: tl.constexpr,
+    HAS_EDGES: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
-    HAS_PADDING: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    PARTS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    THREADS: tl.constexpr,
+    LINE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    outer_row, inner_row = row // inner, row % inner
-    row_ptr = logits_ptr + outer_row * logits_stride_outer + inner_row * logits_stride_inner
-    offs_v = tl.arange(0, BLOCK_V)
-
-    m = -float("inf")
-    lane_d = tl.zeros([BLOCK_V], dtype=tl.float32)
-    lane_lost = tl.zeros([BLOCK_V], dtype=tl.float32)  # what lane_d holds too much
-    lane_s = tl.zeros([BLOCK_V], dtype=tl.float32)
-    blocks_before = 0.0
-    for first in range(0, real_columns, BLOCK_V):
-        # Bounded by the stored width, which keeps the loads wide; padding columns are masked after that.
-        mask_v = first + offs_v < real_columns
-        z = tl.load(row_ptr + first + offs_v, mask=first + offs_v < n_columns, other=-float("inf")).to(tl.float32)
-        if HAS_PADDING:
-            z = tl.where(mask_v, z, -float("inf"))
-        new_m = tl.maximum(m, tl.max(z, axis=0))
-        # While every logit so far is -inf there is no max to subtract: -inf - -inf would be NaN.
-        base = tl.where(new_m == -float("inf"), 0.0, new_m)
-        rescale = tl.exp2((m - base) * LOG2_E)
-        lane_d *= rescale
-        term = tl.exp2((z - base) * LOG2_E) - lane_lost * rescale
-        raised = lane_d + term
-        lane_lost = (raised - lane_d) - term
-        lane_d = raised
-        if HAS_SMOOTHING:
-            # Lanes before this block are full: each holds one term per block, all of which move with the max.
-            shift = tl.where(m == -float("inf"), 0.0, blocks_before * (m - base))
-            lane_s += shift + tl.where(mask_v, z - base, 0.0)
-            blocks_before += 1.0
-        m = new_m
-
-    target = tl.load(target_ptr + outer_row * target_stride_outer + inner_row * target_stride_inner).to(tl.int64)
-    owned = (target >= start) & (target < start + real_columns)
-    column = tl.where(owned, target, start) - start
-    z_y = tl.load(row_ptr + column, mask=owned, other=-float("inf")).to(tl.float32)
-
-    out_ptr = stats_ptr + row
+    row, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    _, m, d, z_y, s, columns = span_statistics(
+        at_row(logits_ptr, row, inner, logits_stride_outer, logits_stride_inner, HAS_INNER),
+        at_row(target_ptr, row, inner, target_stride_outer, target_stride_inner, HAS_INNER),
+        part,
+        span_blocks,
+        start,
+        real_columns,
+        ignore_index,
+        HAS_SMOOTHING,
+        HAS_EDGES,
+        PARTS,
+        UNROLL,
+        THREADS,
+        LINE,
+    )
+    FIELDS: tl.constexpr = 5 if HAS_SMOOTHING else 3
+    out_ptr = stats_ptr + part * (FIELDS * n_rows) + row
     tl.store(out_ptr, m)
-    out_ptr += stats_stride
-    coarse = (lane_d + SPLIT) - SPLIT
-    tl.store(out_ptr, tl.sum(coarse, axis=0) + tl.sum((lane_d - coarse) - lane_lost, axis=0))
-    out_ptr += stats_stride
-    tl.store(out_ptr, z_y)
+    tl.store(out_ptr + n_rows, d)
+    tl.store(out_ptr + 2 * n_rows, z_y)
     if HAS_SMOOTHING:
-        out_ptr += stats_stride
-        tl.store(out_ptr, tl.sum(lane_s, axis=0))
-        out_ptr += stats_stride
-        tl.store(out_ptr, real_columns * 1.0)
+        tl.store(out_ptr + 3 * n_rows, s)
+        tl.store(out_ptr + 4 * n_rows, columns)
+
+
+@triton.jit(do_not_specialize=[*_UNSPECIALIZED, "loss_ptr", "saved_ptr"])
+def row_loss_kernel(
+    # inputs
+    logits_ptr,  # [.., V] float32, bfloat16 or float16: whole rows
+    target_ptr,  # [..] int64 or int32
+    # outputs
+    loss_ptr,  # [N] float32
+    saved_ptr,  # [2, N] float32: m, d
+    # sizes
+    inner,  # row i is (i // inner, i % inner)
+    logits_stride_outer: tl.int64,
+    logits_stride_inner: tl.int64,
+    target_stride_outer: tl.int64,
+    target_stride_inner: tl.int64,
+    n_rows: tl.int64,  # N, between fields of what is saved
+    span_blocks,  # blocks of a row
+    start: tl.int64,  # 0
+    real_columns,  # K = V
+    ignore_index: tl.int64,
+    smoothing_weight: tl.float32,  # a'
+    target_weight: tl.float32,  # 1 - a'
+    # constants
+    HAS_INNER: tl.constexpr,
+    HAS_EDGES: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    UNROLL: tl.constexpr,
+    THREADS: tl.constexpr,
+    LINE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    target, m, d, z_y, s, _ = span_statistics(
+        at_row(logits_ptr, row, inner, logits_stride_outer, logits_stride_inner, HAS_INNER),
+        at_row(target_ptr, row, inner, target_stride_outer, target_stride_inner, HAS_INNER),
+        0,
+        span_blocks,
+        start,
+        real_columns,
+        ignore_index,
+        HAS_SMOOTHING,
+        HAS_EDGES,
+        1,
+        UNROLL,
+        THREADS,
+        LINE,
+    )
+    loss = row_loss(m, d, z_y, s, target, real_columns, ignore_index, smoothing_weight, target_weight, HAS_SMOOTHING)
+    tl.store(loss_ptr + row, loss)
+    tl.store(saved_ptr + row, m)
+    tl.store(saved_ptr + n_rows + row, d)

@@ -9,6 +9,7 @@ launch on the GPU gets; nothing of the launchers is repeated here.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,18 +22,20 @@ from te_ce.kernels import launch
 from te_ce.problem import ShardProblem
 
 STATISTICS = "row_statistics_kernel"
+ROW_LOSS = "row_loss_kernel"
 MERGE = "merge_statistics_kernel"
 GRADIENT = "logits_gradient_kernel"
-KERNELS = (STATISTICS, MERGE, GRADIENT)
+KERNELS = (STATISTICS, ROW_LOSS, MERGE, GRADIENT)
 
 
 class Case(NamedTuple):
-    """What a kernel is compiled for: one of two ranks, which holds `columns` columns and no padding.
+    """What a kernel is compiled for: one of two ranks, which holds `columns` columns.
 
     Attributes:
         arch: compute capability, 90 for sm_90.
         folded: rows lie as [s, b] with the target and the upstream gradient transposed, so that they fold into two
             dimensions; otherwise into one.
+        padding: how many of the columns are no classes.
     """
 
     arch: int = 90
@@ -40,10 +43,18 @@ class Case(NamedTuple):
     columns: int = 64128
     smoothing: bool = False
     folded: bool = False
+    padding: int = 0
+
+    @property
+    def has_edges(self) -> bool:
+        """Whether rows begin or end inside a vector of 16 bytes."""
+        return self.columns * self.dtype.itemsize % 16 != 0
 
     def __str__(self) -> str:
         parts = [f"sm_{self.arch}", str(self.dtype).removeprefix("torch."), str(self.columns)]
-        return "-".join(parts + ["smoothing"] * self.smoothing + ["folded"] * self.folded)
+        return "-".join(
+            parts + ["smoothing"] * self.smoothing + ["folded"] * self.folded + ["padding"] * (self.padding > 0)
+        )
 
 
 class Compiled(NamedTuple):
@@ -102,20 +113,28 @@ class _Warmup:
         return compile_only
 
 
+def _at_a_line(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that begin at a multiple of 128 bytes, as all memory that CUDA gives does."""
+    storage = torch.zeros(math.prod(shape) + 128, dtype=dtype)
+    return storage[-storage.data_ptr() % 128 // dtype.itemsize :][: math.prod(shape)].view(shape)
+
+
 def _launch(name: str, case: Case) -> None:
     """Call the launcher of the kernel `name` as the loss would."""
     s, b = 8, 2
     problem = ShardProblem(
         start=case.columns,
-        real_columns=case.columns,
-        classes=2 * case.columns,
+        real_columns=case.columns - case.padding,
+        classes=2 * case.columns - case.padding,
         ignore_index=-100,
         smoothing_weight=0.1 if case.smoothing else 0.0,
     )
-    logits = torch.zeros((s, b, case.columns), dtype=case.dtype)
+    logits = _at_a_line((s, b, case.columns), case.dtype)
     target = torch.zeros((b, s), dtype=torch.int64).t() if case.folded else torch.zeros((s, b), dtype=torch.int64)
     if name == STATISTICS:
         launch.row_statistics(logits, target, problem)
+    elif name == ROW_LOSS:
+        launch.row_loss(logits, target, problem)
     elif name == MERGE:
         launch.merge_statistics(torch.zeros((2, problem.fields, s * b)), target, problem)
     else:

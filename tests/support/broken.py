@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_ce.backend import Backend
 from te_ce.problem import ShardProblem
+
+
+def _with(backend: Backend, **steps: Callable[..., Any]) -> Backend:
+    """`backend` with other steps; the loss of one rank is made of the same ones."""
+    changed = backend._replace(**steps)
+
+    def row_loss(logits: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Tensor, Tensor]:
+        return changed.merge_statistics(changed.row_statistics(logits, target, problem), target, problem)
+
+    return changed._replace(row_loss=row_loss)
 
 
 def off_target_zeroed(backend: Backend) -> Backend:
@@ -22,7 +33,7 @@ def off_target_zeroed(backend: Backend) -> Backend:
         column = torch.arange(out.shape[-1], device=out.device) + problem.start
         out[column != target[..., None]] = 0.0
 
-    return backend._replace(logits_gradient=logits_gradient)
+    return _with(backend, logits_gradient=logits_gradient)
 
 
 def smoothing_over_the_shard(backend: Backend) -> Backend:
@@ -50,7 +61,7 @@ def smoothing_over_the_shard(backend: Backend) -> Backend:
             g = torch.where(target == problem.ignore_index, 0.0, grad_loss)[..., None]
             out[..., : problem.real_columns] += (g * change).to(out.dtype)
 
-    return backend._replace(merge_statistics=merge_statistics, logits_gradient=logits_gradient)
+    return _with(backend, merge_statistics=merge_statistics, logits_gradient=logits_gradient)
 
 
 def doubled_reduction(backend: Backend) -> Backend:
@@ -61,7 +72,7 @@ def doubled_reduction(backend: Backend) -> Backend:
         gathered[:, 1] *= 2
         return backend.merge_statistics(gathered, target, problem)
 
-    return backend._replace(merge_statistics=merge_statistics)
+    return _with(backend, merge_statistics=merge_statistics)
 
 
 def target_shifted(backend: Backend) -> Backend:
@@ -71,7 +82,8 @@ def target_shifted(backend: Backend) -> Backend:
         shifted = (target + 1) % problem.classes
         return torch.where(target == problem.ignore_index, target, shifted)
 
-    return backend._replace(
+    return _with(
+        backend,
         row_statistics=lambda logits, target, problem: backend.row_statistics(logits, shift(target, problem), problem),
         merge_statistics=lambda gathered, target, problem: backend.merge_statistics(
             gathered, shift(target, problem), problem
@@ -92,7 +104,7 @@ def rounded_twice(backend: Backend) -> Backend:
         backend.logits_gradient(logits, target, ones, saved, out, problem)
         out.copy_(out * grad_loss[..., None].to(out.dtype))
 
-    return backend._replace(logits_gradient=logits_gradient)
+    return _with(backend, logits_gradient=logits_gradient)
 
 
 def softmax_rounded_first(backend: Backend) -> Backend:
@@ -108,7 +120,7 @@ def softmax_rounded_first(backend: Backend) -> Backend:
         p -= (1 - problem.smoothing_weight) * (column == target[..., None])
         out.copy_(p * grad_loss[..., None])
 
-    return backend._replace(logits_gradient=logits_gradient)
+    return _with(backend, logits_gradient=logits_gradient)
 
 
 def statistics_in_the_logits_dtype(backend: Backend) -> Backend:
@@ -118,7 +130,7 @@ def statistics_in_the_logits_dtype(backend: Backend) -> Backend:
         stats = backend.row_statistics(logits, target, problem)
         return stats.to(logits.dtype).to(stats.dtype)
 
-    return backend._replace(row_statistics=row_statistics)
+    return _with(backend, row_statistics=row_statistics)
 
 
 def through_a_rounded_lse(backend: Backend) -> Backend:
@@ -131,7 +143,7 @@ def through_a_rounded_lse(backend: Backend) -> Backend:
         moved = (m + log_d) - (m + (log_d - loss))
         return torch.where(loss.isfinite(), moved, loss), saved
 
-    return backend._replace(merge_statistics=merge_statistics)
+    return _with(backend, merge_statistics=merge_statistics)
 
 
 BROKEN: dict[str, Callable[[Backend], Backend]] = {

@@ -19,7 +19,7 @@ _TARGET = torch.zeros(3, dtype=torch.int64)
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """The name of the backend chosen for CPU logits; the kernels themselves are not imported."""
-    nothing = Backend("triton", *[None] * 3)  # type: ignore[arg-type]
+    nothing = Backend("triton", *[None] * 4)  # type: ignore[arg-type]
     monkeypatch.setattr("te_ce.backend._triton_backend", lambda: nothing)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     return lambda dtype=torch.float32: choose_backend(torch.zeros(3, 8, dtype=dtype)).name
@@ -66,8 +66,8 @@ def test_a_failing_kernel_raises(monkeypatch: pytest.MonkeyPatch, subject: Subje
     def fail(*args: object) -> torch.Tensor:
         raise RuntimeError("out of resources")
 
-    broken = subject.backend._replace(row_statistics=fail)
-    monkeypatch.setattr("te_ce.loss.choose_backend", lambda logits: broken)
+    broken = subject.backend._replace(row_loss=fail)
+    monkeypatch.setattr("te_ce.call.choose_backend", lambda logits: broken)
     before = counters.served()
     with pytest.raises(RuntimeError, match="out of resources"):
         vocab_parallel_cross_entropy(torch.zeros(3, 8, device=subject.device), _TARGET.to(subject.device))

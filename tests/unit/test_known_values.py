@@ -186,6 +186,21 @@ def test_two_large_terms_keep_the_bound(subject: Subject, near: float) -> None:
     assert abs(loss.item() - expected) <= 4e-7 * max(1.0, expected)
 
 
+# A max that rises by the same little with every block, and then a peak: rescaling adds up its own rounding, and the
+# many equal terms share theirs. The interpreter does not fuse a product with the sum that follows it.
+@pytest.mark.parametrize("rise", [0.0, 1e-3, 0.3, 2.0, 30.0])
+@pytest.mark.parametrize("below", [5.6, 11.1, 11.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rising_rows_keep_the_bound(subject: Subject, dtype: torch.dtype, below: float, rise: float) -> None:
+    columns = 60_000
+    logits = torch.linspace(-below - rise, -below, columns).to(dtype)[None].to(subject.device)
+    logits[0, -7] = 0.0
+    x = logits.double()
+    loss = subject.loss(logits, torch.tensor([columns - 7], device=subject.device))
+    expected = torch.logsumexp(x, -1).item()
+    assert abs(loss.item() - expected) <= 4e-7 * max(1.0, expected)
+
+
 @pytest.mark.parametrize("alpha", [0.9, 0.999, 0.99999])
 def test_the_target_keeps_its_weight_as_smoothing_nears_1(subject: Subject, alpha: float) -> None:
     columns = 5000

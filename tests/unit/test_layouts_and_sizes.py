@@ -95,8 +95,8 @@ def test_more_rows_than_a_grid_axis_of_65535(subject: Subject, monkeypatch: pyte
 
 
 def _grids(subject: Subject, rows: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Grids of the three launches for so many rows; nothing is run."""
-    from te_ce.kernels import launch
+    """Grids of the launches for so many rows, read whole and in parts; nothing is run."""
+    from te_ce.kernels import launch, launcher
 
     grids: list[tuple[int, ...]] = []
 
@@ -105,11 +105,16 @@ def _grids(subject: Subject, rows: int, monkeypatch: pytest.MonkeyPatch) -> list
             grids.append(grid)
             return lambda *args, **kwargs: None
 
-    for name in ("row_statistics_kernel", "merge_statistics_kernel", "logits_gradient_kernel"):
+    monkeypatch.setattr(launcher, "_variants", {})
+    for name in ("row_loss_kernel", "row_statistics_kernel", "merge_statistics_kernel", "logits_gradient_kernel"):
         monkeypatch.setattr(launch, name, Spy())
     logits = torch.zeros(rows, 4, device=subject.device, requires_grad=True)
-    subject.loss(logits, torch.zeros(rows, dtype=torch.int64, device=subject.device)).sum().backward()
-    assert len(grids) == 3
+    target = torch.zeros(rows, dtype=torch.int64, device=subject.device)
+    subject.loss(logits, target).sum().backward()
+    assert len(grids) == 2
+    with subject.reading_in_parts_of(2):
+        subject.loss(logits, target).sum().backward()
+    assert len(grids) == 5
     return grids
 
 
@@ -157,15 +162,21 @@ def test_an_empty_shard_of_one_rank_is_an_error(subject: Subject) -> None:
 
 
 def test_folding_rows() -> None:
-    assert fold_rows((), [()]) == (1, ((0, 0),))
-    assert fold_rows((5,), [(7,)]) == (1, ((7, 0),))
-    assert fold_rows((2, 3), [(21, 7)]) == (1, ((7, 0),))
-    assert fold_rows((2, 3), [(7, 14)]) == (3, ((7, 14),))
-    assert fold_rows((1, 3, 1), [(99, 7, 5)]) == (1, ((7, 0),))
+    assert fold_rows((), ((),))[:2] == (1, ((0, 0),))
+    assert fold_rows((5,), ((7,),))[:2] == (1, ((7, 0),))
+    assert fold_rows((2, 3), ((21, 7),))[:2] == (1, ((7, 0),))
+    assert fold_rows((2, 3), ((7, 14),))[:2] == (3, ((7, 14),))
+    assert fold_rows((1, 3, 1), ((99, 7, 5),))[:2] == (1, ((7, 0),))
     # Both must fold alike.
-    assert fold_rows((2, 3), [(21, 7), (1, 2)]) == (3, ((21, 7), (1, 2)))
-    assert fold_rows((2, 3, 4), [(12, 4, 1)]) == (1, ((1, 0),))
-    assert fold_rows((2, 3, 4), [(1, 2, 6)]) is None
+    assert fold_rows(
+        (2, 3),
+        (
+            (21, 7),
+            (1, 2),
+        ),
+    ) == (3, ((21, 7), (1, 2)), (21, 7, 1, 2))
+    assert fold_rows((2, 3, 4), ((12, 4, 1),))[:2] == (1, ((1, 0),))
+    assert fold_rows((2, 3, 4), ((1, 2, 6),)) is None
 
 
 @pytest.mark.parametrize("permutation", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1)])

@@ -96,7 +96,7 @@ def test_kernel_arguments_are_distinct_tensors(
         # The twin launches nothing; its in-place behaviour is tested with the public function.
         assert subject.backend.name == "torch"
         return
-    from te_ce.kernels import launch
+    from te_ce.kernels import launch, launcher
 
     launches: list[str] = []
 
@@ -115,10 +115,15 @@ def test_kernel_arguments_are_distinct_tensors(
 
         monkeypatch.setattr(launch, name, Spy())
 
-    names = ["row_statistics_kernel", "merge_statistics_kernel", "logits_gradient_kernel"]
-    for name in names:
+    whole = ["row_loss_kernel", "logits_gradient_kernel"]
+    in_parts = ["row_statistics_kernel", "merge_statistics_kernel", "logits_gradient_kernel"]
+    monkeypatch.setattr(launcher, "_variants", {})
+    for name in {*whole, *in_parts}:
         spy(name)
     leaf = torch.randn(4, 16, device=subject.device).to(dtype).requires_grad_()
     target = torch.tensor([1, -100, 3, 2], device=subject.device)
     subject.loss(leaf, target, label_smoothing=alpha, inplace=False).sum().backward()
-    assert launches == names
+    assert launches == whole
+    with subject.reading_in_parts_of(8):
+        subject.loss(leaf, target, label_smoothing=alpha, inplace=False).sum().backward()
+    assert launches == whole + in_parts

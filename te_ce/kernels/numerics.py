@@ -1,0 +1,51 @@
+"""Arithmetic that several kernels share: exponentials relative to a max, and the loss of a row from its statistics."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+# What float32 leaves of log2(e).
+LOG2_E_REST = tl.constexpr(1.925963033500011e-08)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def exp_weight(x):
+    """exp(x) of x <= 0, -inf included, to about one unit in the last place.
+
+    exp2(x * log2(e)) alone is off by |x| * 8e-8, in the same direction for every term that is weighed alike. What the
+    product lost by rounding, and log2(e) by being a float32, is put back to first order.
+    """
+    x = tl.maximum(x, -200.0)
+    exponent = x * LOG2_E
+    rest = tl.fma(x, tl.full(x.shape, LOG2_E, tl.float32), -exponent) + x * LOG2_E_REST
+    power = tl.exp2(exponent)
+    return power + power * (rest * LN_2)
+
+
+@triton.jit
+def row_loss(
+    m,
+    d,
+    z_y,
+    s,
+    target,
+    classes,  # V
+    ignore_index,
+    smoothing_weight,  # a'
+    target_weight,  # 1 - a'
+    HAS_SMOOTHING: tl.constexpr,
+):
+    """Loss of rows from the statistics of all their columns; float32, of the shape of `m`."""
+    log_d = tl.log(d)
+    from_max = z_y - m
+    loss = log_d - from_max
+    if HAS_SMOOTHING:
+        mean_part = log_d - tl.div_rn(s, classes.to(tl.float32))
+        loss = target_weight * loss + smoothing_weight * mean_part
+        # Weights of both signs, or 0, would make NaN of a target that costs infinity.
+        loss = tl.where((from_max == -float("inf")) & (d > 0.0), float("inf"), loss)
+    loss = tl.where((target >= 0) & (target < classes), loss, float("nan"))
+    return tl.where(target == ignore_index, 0.0, loss)

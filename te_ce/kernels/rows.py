@@ -1,0 +1,34 @@
+"""Where rows lie: their addresses, and the lines of memory that they begin in."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def at_row(pointer, row, inner, stride_outer, stride_inner, HAS_INNER: tl.constexpr):
+    """`pointer` advanced to a row: row i is (i // inner, i % inner)."""
+    if HAS_INNER:
+        outer_row, inner_row = (row // inner).to(tl.int64), (row % inner).to(tl.int64)
+        return pointer + outer_row * stride_outer + inner_row * stride_inner
+    return pointer + row.to(tl.int64) * stride_outer
+
+
+@triton.jit
+def floor_to_line(pointer):
+    """The start of the 128-byte line that `pointer` lies in, and how many elements lie before `pointer` there.
+
+    Subtracting them, be they 0, is what tells the compiler that the result is aligned.
+    """
+    before = (pointer.to(tl.int64) % 128).to(tl.int32) // (pointer.dtype.element_ty.primitive_bitwidth // 8)
+    return tl.multiple_of(pointer - before, 16), before
+
+
+@triton.jit
+def ceil_to_line(pointer, BYTES: tl.constexpr):
+    """The first address at or after `pointer` that is a multiple of BYTES, and how many elements lie before it."""
+    size: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth // 8
+    after = (pointer.to(tl.int64) % BYTES).to(tl.int32) // size
+    before = (BYTES // size - after) % (BYTES // size)
+    return tl.multiple_of(pointer + before, 16), before

@@ -1,0 +1,95 @@
+"""Block shapes: fixed choices by dtype and columns; never by rows, so that a row's bits do not depend on them.
+
+Chosen on an H200 by `python -m benchmarks.tune`, which prints the times behind them; nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+THREADS_PER_WARP = 32
+VECTOR_BYTES = 16  # of the widest access of a thread
+LINE_BYTES = 128  # of the L2 cache
+
+
+class WalkShape(NamedTuple):
+    """How a program walks a row: blocks of unroll x (32 num_warps) vectors of 16 bytes."""
+
+    unroll: int
+    num_warps: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a program."""
+        return THREADS_PER_WARP * self.num_warps
+
+
+class TileShape(NamedTuple):
+    """Elements that a program takes, and its warps."""
+
+    elements: int
+    num_warps: int
+
+
+# The widest walks. Two vectors a thread and block, and the two of the next block, fit into 32 registers: a
+# multiprocessor holds as many threads as it can. float32 has half as many columns in a vector.
+WALK_16_BIT = WalkShape(unroll=2, num_warps=4)
+WALK_32_BIT = WalkShape(unroll=1, num_warps=8)
+
+# 4 KiB a tile, 32 bytes a thread.
+GRADIENT_TILE_BYTES = 4096
+_GRADIENT_THREAD_BYTES = 32
+
+# Rows of a merge.
+MERGE_TILE = TileShape(128, 4)
+
+
+def vector_elements(dtype: torch.dtype) -> int:
+    """Elements of the widest access of a thread."""
+    return VECTOR_BYTES // dtype.itemsize
+
+
+def walk_shape(dtype: torch.dtype, columns: int) -> WalkShape:
+    """The walk of a span of `columns`: no wider than needed."""
+    widest = WALK_32_BIT if dtype.itemsize == 4 else WALK_16_BIT
+    vectors = max(1, -(-columns // vector_elements(dtype)))
+    num_warps = min(widest.num_warps, _power_of_2(-(-vectors // THREADS_PER_WARP)))
+    return WalkShape(min(widest.unroll, _power_of_2(-(-vectors // (THREADS_PER_WARP * num_warps)))), num_warps)
+
+
+def walk_line(shape: WalkShape) -> int:
+    """Bytes at a multiple of which the walk begins; what lies before is a column a thread, so few threads take less."""
+    return LINE_BYTES if shape.threads >= LINE_BYTES else VECTOR_BYTES
+
+
+class WalkPlan(NamedTuple):
+    """Everything about a walk that the rows' addresses do not decide."""
+
+    shape: WalkShape
+    line: int  # bytes at a multiple of which it begins
+    span_blocks: int  # blocks of a part
+    has_tail: bool  # a row's columns do not end with a whole vector
+
+
+@functools.lru_cache(maxsize=64)
+def walk_plan(dtype: torch.dtype, columns: int, parts: int) -> WalkPlan:
+    """The walk over rows of `columns`, in so many parts."""
+    shape = walk_shape(dtype, -(-columns // parts))
+    block = shape.unroll * shape.threads * vector_elements(dtype)
+    span_blocks = max(1, -(-columns // (parts * block)))
+    return WalkPlan(shape, walk_line(shape), span_blocks, columns * dtype.itemsize % VECTOR_BYTES != 0)
+
+
+@functools.lru_cache(maxsize=64)
+def gradient_tile(dtype: torch.dtype, columns: int) -> TileShape:
+    """The tile of a row of `columns`: no wider than needed."""
+    size = min(GRADIENT_TILE_BYTES, _power_of_2(columns * dtype.itemsize))
+    return TileShape(max(16, size // dtype.itemsize), max(1, size // (_GRADIENT_THREAD_BYTES * THREADS_PER_WARP)))
+
+
+def _power_of_2(number: int) -> int:
+    """The least power of 2 that is no less than `number` >= 1."""
+    return 1 << (number - 1).bit_length()

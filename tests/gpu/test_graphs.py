@@ -1,0 +1,103 @@
+"""CUDA graphs: captured once, replayed with other logits, other targets and another number of ignored rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_ce import LossOptions, vocab_parallel_cross_entropy
+
+_COLUMNS = [1000, 50_257, 128_256]  # one part, rows that begin inside a vector, several parts
+_ROWS = 64
+
+
+def _new_inputs(logits: Tensor, target: Tensor, g: Tensor, ignored: int, seed: int) -> None:
+    random = torch.Generator(device="cuda").manual_seed(seed)
+    logits.copy_(torch.randn(logits.shape, generator=random, device="cuda").mul_(3))
+    target.random_(logits.shape[-1], generator=random)
+    target[:ignored] = -100
+    g.normal_(generator=random)
+
+
+def _captured(step: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step()
+    return graph, outputs
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1])
+@pytest.mark.parametrize("columns", _COLUMNS)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_replayed_with_new_data(columns: int, alpha: float, reduction: str) -> None:
+    options = LossOptions(label_smoothing=alpha, reduction=reduction)
+    logits = torch.empty(_ROWS, columns, dtype=torch.bfloat16, device="cuda")
+    target = torch.empty(_ROWS, dtype=torch.int64, device="cuda")
+    g = torch.empty(_ROWS, device="cuda")
+    _new_inputs(logits, target, g, 3, 0)
+    logits.requires_grad_()
+
+    def step() -> tuple[Tensor, ...]:
+        loss = vocab_parallel_cross_entropy(logits, target, options=options)
+        upstream = g if reduction == "none" else g[0]
+        (grad,) = torch.autograd.grad(loss, logits, upstream)
+        return loss.detach(), grad
+
+    graph, (loss, grad) = _captured(step)
+    for seed, ignored in ((1, 0), (2, 40), (3, _ROWS), (4, 1)):
+        with torch.no_grad():
+            _new_inputs(logits, target, g, ignored, seed)
+        loss.fill_(torch.nan)
+        grad.fill_(torch.nan)
+        graph.replay()
+        expected_loss, expected_grad = step()
+        assert torch.equal(loss, expected_loss)
+        assert torch.equal(grad, expected_grad)
+        assert grad.isfinite().all()
+        assert (grad[:ignored] == 0).all()
+
+
+def test_logits_made_in_the_graph_are_overwritten() -> None:
+    hidden = torch.randn(_ROWS, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = torch.randn(64, 50_304, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    target = torch.randint(50_304, (_ROWS,), device="cuda")
+
+    def step() -> tuple[Tensor, ...]:
+        loss = vocab_parallel_cross_entropy(hidden @ weight, target)
+        return loss.detach(), *torch.autograd.grad(loss.sum(), (hidden, weight))
+
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    graph, outputs = _captured(step)
+    logits_bytes = _ROWS * 50_304 * 2
+    kept = sum(output.numel() * output.element_size() for output in outputs)
+    # The graph's pool held the logits once, not twice; outside it nothing is left.
+    assert torch.cuda.memory_allocated() - before < kept + logits_bytes
+    with torch.no_grad():
+        hidden.normal_()
+        target.random_(50_304)
+    graph.replay()
+    for replayed, expected in zip(outputs, step(), strict=True):
+        assert torch.equal(replayed, expected)
+
+
+def test_graphed_callables() -> None:
+    logits = torch.randn(_ROWS, 32_000, device="cuda", requires_grad=True)
+    target = torch.randint(32_000, (_ROWS,), device="cuda")
+    graphed = torch.cuda.make_graphed_callables(vocab_parallel_cross_entropy, (logits, target))
+    other = torch.randn(_ROWS, 32_000, device="cuda", requires_grad=True)
+    other_target = torch.randint(32_000, (_ROWS,), device="cuda")
+    loss = graphed(other, other_target)
+    (grad,) = torch.autograd.grad(loss.sum(), other)
+    expected = vocab_parallel_cross_entropy(other, other_target)
+    assert torch.equal(loss, expected)
+    assert torch.equal(grad, torch.autograd.grad(expected.sum(), other)[0])

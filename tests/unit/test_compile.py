@@ -1,0 +1,116 @@
+"""torch.compile of functions that contain the loss: eager's numbers, one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_ce import LossOptions, VocabShard, counters, vocab_parallel_cross_entropy
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    # The tracing, not a C++ compiler, is what is tested here.
+    compiled: Callable[..., Tensor] = torch.compile(function, backend="aot_eager", fullgraph=True)
+    return compiled
+
+
+def _inputs(dtype: torch.dtype = torch.float32, rows: tuple[int, ...] = (2, 5)) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(3)
+    hidden = torch.randn(*rows, 24, generator=random).to(dtype).requires_grad_()
+    weight = torch.randn(24, 40, generator=random).to(dtype).requires_grad_()
+    target = torch.randint(30, rows, generator=random)
+    target.view(-1)[1] = -100
+    return hidden, weight, target
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {},
+        {"label_smoothing": 0.1, "smoothing": "others", "vocab_size": 33},
+        {"reduction": "mean"},
+        {"reduction": "sum", "ignore_index": 7},
+        {"options": LossOptions(label_smoothing=0.2, reduction="mean")},
+        {"shard": VocabShard(0, 40, 40), "inplace": False},
+        {"check_targets": True},
+    ],
+    ids=str,
+)
+def test_one_graph_with_the_numbers_of_eager(keywords: dict[str, Any], dtype: torch.dtype) -> None:
+    def step(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(hidden @ weight * 2, target, **keywords)
+
+    results = []
+    before = sum(counters.served().values())
+    for function in (step, _compiled(step)):
+        hidden, weight, target = _inputs(dtype)
+        loss = function(hidden, weight, target)
+        loss.backward(torch.linspace(-1, 1, loss.numel(), dtype=loss.dtype).view(loss.shape))
+        results.append((loss.detach(), hidden.grad, weight.grad))
+    assert sum(counters.served().values()) == before + 2
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=0, atol=0, equal_nan=True)
+
+
+def test_other_numbers_of_rows_need_no_other_program() -> None:
+    compiled = torch.compile(vocab_parallel_cross_entropy, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (4, 7, 9):
+        hidden, weight, target = _inputs(rows=(rows, 3))
+        logits = (hidden @ weight).detach()
+        assert torch.equal(compiled(logits, target), vocab_parallel_cross_entropy(logits, target))
+
+
+def test_logits_that_the_caller_drops_are_not_overwritten_in_a_graph() -> None:
+    def step(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logits = hidden @ weight
+        return vocab_parallel_cross_entropy(logits, target), logits
+
+    hidden, weight, target = _inputs()
+    loss, logits = torch.compile(step, backend="aot_eager", fullgraph=True)(hidden, weight, target)
+    loss.sum().backward()
+    assert torch.equal(logits, hidden @ weight)
+
+
+# torch's own look at the logits, where it leaves the graph.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_in_place_breaks_the_graph_and_is_right() -> None:
+    def step(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(hidden @ weight, target, inplace=True)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        _compiled(step)(*_inputs())
+    hidden, weight, target = _inputs()
+    torch.compile(step, backend="aot_eager")(hidden, weight, target).sum().backward()
+    expected, weight, target = _inputs()
+    step(expected, weight, target).sum().backward()
+    assert torch.equal(hidden.grad, expected.grad)
+
+
+def test_errors_name_the_argument() -> None:
+    hidden, weight, target = _inputs()
+    with pytest.raises(Exception, match="unexpected keyword 'alpha'"):
+        _compiled(vocab_parallel_cross_entropy)(hidden @ weight, target, alpha=0.1)
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match="label_smoothing: expected a number in"):
+        _compiled(vocab_parallel_cross_entropy)((hidden @ weight).detach(), target, label_smoothing=1.5)
+    torch._dynamo.reset()
+    with pytest.raises(IndexError, match="rank 0 has 6 bad row"):
+        _compiled(vocab_parallel_cross_entropy)((hidden @ weight).detach(), target + 20, check_targets=True)
+
+
+def test_the_operators_keep_torchs_rules() -> None:
+    hidden, weight, target = _inputs(torch.float64)
+    arguments = ((hidden @ weight).detach().requires_grad_(), target, -100, 0.1, "uniform", None, False, None, None)
+    torch.library.opcheck(torch.ops.te_ce.loss.default, arguments)
