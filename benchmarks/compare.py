@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from benchmarks import providers as registry
-from benchmarks.measure import Bandwidth, Stopwatch, Timing, bandwidth, capture, host_us, peak_extra_bytes
+from benchmarks.measure import Bandwidth, Stopwatch, Timing, bandwidth, capture, host_us, on_gpu, peak_extra_bytes
 from benchmarks.problem import Case, Problem
 from benchmarks.providers import Provider
 from benchmarks.results import Row, Writer, as_text, reason, sources, tables
@@ -46,8 +46,6 @@ class Setting:
     ranks: int = 1
     writes: bool = True
     graph: bool = True
-    # Adds columns that only this kind of run has.
-    inspect: Callable[[Trial], Row] | None = None
 
 
 class Trial:
@@ -109,11 +107,9 @@ def measure(provider: Provider, problem: Problem, setting: Setting) -> Row:
     row["share_fwd"] = problem.bytes / setting.ceilings.read / timings["fwd"].median * 1e3
     row["share_fwd_copy"] = problem.bytes / setting.ceilings.copy / timings["fwd"].median * 1e3
     row["share_both"] = 3 * problem.bytes / setting.ceilings.copy / timings["both"].median * 1e3
-    if watch.device.type == "cuda":
+    if on_gpu(watch.device):
         row["extra_bytes"] = peak_extra_bytes(trial.both, problem.reset)
         row["extra"] = row["extra_bytes"] / problem.bytes
-    if setting.inspect:
-        row |= setting.inspect(trial)
     # Last: a capture that fails can leave the allocator in a poor state.
     row["note"] = _measure_graph(row, trial, setting)
     return row
@@ -121,7 +117,7 @@ def measure(provider: Provider, problem: Problem, setting: Setting) -> Row:
 
 def _measure_graph(row: Row, trial: Trial, setting: Setting) -> str:
     """Add the times of a graph, or say why there are none."""
-    if setting.watch.device.type != "cuda" or not setting.graph:
+    if not on_gpu(setting.watch.device) or not setting.graph:
         return ""
     if trial.provider.no_graph:
         return f"no graph: {trial.provider.no_graph}"

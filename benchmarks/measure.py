@@ -54,6 +54,11 @@ def _flush_buffer(device: torch.device) -> Tensor:
     return torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
 
 
+def on_gpu(device: torch.device) -> bool:
+    """Whether events, graphs and memory statistics are there."""
+    return device.type == "cuda"
+
+
 def _unchanged(samples: list[float]) -> list[float]:
     return samples
 
@@ -95,7 +100,7 @@ class Stopwatch:
         return host_ms
 
     def _time(self, function: Callable[[T], object], prepare: Callable[[], T], spin: int) -> Timing:
-        run = self._run_on_gpu if self.device.type == "cuda" else self._run_on_cpu
+        run = self._run_on_gpu if on_gpu(self.device) else self._run_on_cpu
         return Timing.of(self.slowest([run(function, prepare, spin) for _ in range(self.runs)]))
 
     def _run_on_gpu(self, function: Callable[[T], object], prepare: Callable[[], T], spin: int) -> float:
@@ -124,7 +129,7 @@ class Stopwatch:
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        if self.device.type == "cuda":
+        if on_gpu(self.device):
             torch.cuda.synchronize()
 
 
@@ -153,8 +158,8 @@ def capture(function: Callable[[None], T], prepare: Callable[[], None]) -> tuple
 
 
 def host_us(function: Callable[[None], object], device: torch.device) -> float:
-    """Host microseconds of one call, over 200 calls (20 on the CPU) that nobody waits for. The problem should be tiny."""
-    calls = 200 if device.type == "cuda" else 20
+    """Host microseconds of one call of a tiny problem, over 200 calls (20 on the CPU) that nobody waits for."""
+    calls = 200 if on_gpu(device) else 20
     watch = Stopwatch(device, 1)
     for _ in range(WARM_UP):
         function(None)
@@ -179,7 +184,7 @@ def bandwidth(device: torch.device, size: int | None = None) -> Bandwidth:
 
     Reading is the better of a sum and a maximum in float32; in bfloat16 both are bound by arithmetic.
     """
-    size = size or (2 << 30 if device.type == "cuda" else 32 << 20)
+    size = size or (2 << 30 if on_gpu(device) else 32 << 20)
     watch = Stopwatch(device, 10)
     source = torch.zeros(size // 4, dtype=torch.float32, device=device)
     copied = torch.empty_like(source)

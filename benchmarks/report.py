@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.plots import draw
-from benchmarks.results import Row, as_markdown, read, tables
+from benchmarks.results import PROFILE, Row, as_markdown, read, tables
 
 _HEADINGS = {"logits": "One process", "tp": "Vocabulary over ranks"}
 
@@ -87,7 +87,9 @@ def _details(rows: list[Row]) -> str:
         "| provider | kind | dtype | host µs | loss error | gradient error | collectives | overwrites the logits |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
     ]
-    done = [row for row in rows if row["loss_error"] is not None]
+    done = [
+        row for row in rows if row["status"] == "ok" and (row["loss_error"] is not None or row["option"] == PROFILE)
+    ]
     for key in dict.fromkeys((row["provider"], row["kind"], row["dtype"]) for row in done):
         group = [row for row in done if (row["provider"], row["kind"], row["dtype"]) == key]
         cells = [

@@ -22,6 +22,9 @@ from benchmarks.measure import Bandwidth
 
 Row = dict[str, Any]
 
+# Rows with this option hold counts of collectives, no times.
+PROFILE = "profile"
+
 KEY = ["kind", "ranks", "rows", "columns", "dtype", "option", "provider"]
 NUMBERS = [
     *("fwd_ms", "fwd_low", "fwd_high", "bwd_ms", "bwd_low", "bwd_high", "both_ms", "both_low", "both_high"),
@@ -113,6 +116,8 @@ def tables(rows: Iterable[Row]) -> list[tuple[str, list[list[str]], list[str]]]:
     """Rows in groups of one shape, dtype and option: title, cells under `TABLE`, and notes on rows without times."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
+        if row["option"] == PROFILE:
+            continue
         groups.setdefault(tuple(row[name] for name in KEY[:-1]), []).append(row)
     return [_table(group) for group in groups.values()]
 
@@ -122,7 +127,10 @@ def as_text(cells: list[list[str]]) -> str:
     lines = [TABLE, *cells]
     widths = [max(len(line[i]) for line in lines) for i in range(len(TABLE))]
     return "\n".join(
-        "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths)))
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
         for line in lines
     )
 

@@ -16,9 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import providers as registry
 from benchmarks.compare import Setting, Trial, add_arguments, ceilings, release, run
-from benchmarks.measure import Bandwidth, Stopwatch
-from benchmarks.results import Row, Writer, sources
+from benchmarks.measure import Bandwidth, Stopwatch, on_gpu
+from benchmarks.problem import Case, Problem
+from benchmarks.providers import Provider
+from benchmarks.results import PROFILE, Row, Writer, reason, sources
 
 # Those that know a vocabulary over ranks.
 PROVIDERS = [
@@ -37,12 +40,12 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 def main(command: list[str] | None = None) -> list[Row]:
     """Run the command line on every rank; the rows are also returned."""
     command = sys.argv[1:] if command is None else command
-    on_gpu = torch.cuda.is_available()
+    with_gpus = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="benchmarks.tp", description=__doc__.splitlines()[0])
-    add_arguments(parser, GPU_SHAPES if on_gpu else CPU_SHAPES, 20, PROVIDERS)
+    add_arguments(parser, GPU_SHAPES if with_gpus else CPU_SHAPES, 20, PROVIDERS)
     parser.add_argument("--graph", action="store_true", help="also capture CUDA graphs, collectives included")
     arguments = parser.parse_args(command)
-    device = _start(on_gpu)
+    device = _start(with_gpus)
     try:
         watch = Stopwatch(device, arguments.runs, _aligner(device), lambda samples: _slowest(samples, device))
         first = dist.get_rank() == 0
@@ -52,25 +55,50 @@ def main(command: list[str] | None = None) -> list[Row]:
             ranks=dist.get_world_size(),
             writes=first,
             graph=arguments.graph,
-            inspect=count_collectives,
         )
         rows = run(arguments, command, setting)
-        return [*rows, *_bare_rows(arguments, command, setting)]
+        for more in (_bare_rows, _profile_rows):
+            rows += (added := more(arguments, command, setting))
+            if first:
+                _record(added, arguments)
+        return rows
     finally:
         dist.destroy_process_group()
 
 
-def count_collectives(trial: Trial) -> Row:
-    """Collectives of one forward, and communication kernels of one forward and backward, as a profiler sees them."""
+def _profile_rows(arguments: argparse.Namespace, command: list[str], setting: Setting) -> list[Row]:
+    """Collectives of one forward, and communication kernels of one forward and backward, as a profiler sees them.
+
+    At the first shape, in rows of their own, and after everything was timed: a profiler slows down what comes later.
+    """
+    n_rows, columns = arguments.shapes[0]
+    case = Case(n_rows, columns, getattr(torch, arguments.dtype))
+    found, _ = registry.load([name for name in arguments.providers if name not in arguments.skip])
+    rows = []
+    for name in arguments.providers:
+        if name not in found or found[name].lacks(case, setting.group):
+            continue
+        row = {"provider": name, "option": PROFILE, "version": found[name].version}
+        try:
+            row |= {"status": "ok", **_count_collectives(found[name], case, setting)}
+        except Exception as error:
+            row |= {"status": "failed", "note": reason(error)}
+        rows.append(_common(arguments, command, setting, case.rows, case.columns) | row)
+        release()
+    return rows
+
+
+def _count_collectives(provider: Provider, case: Case, setting: Setting) -> Row:
+    trial = Trial(provider, Problem(case, setting.watch.device, setting.group), setting.group)
+    trial.check()
     trial.problem.reset()
     forward = _profile(trial.forward)
     trial.problem.reset()
     step = _profile(trial.both)
-    kernels = [name for name in step if "nccl" in name.lower() and "kernel" in name.lower()]
-    on_gpu = trial.problem.logits.is_cuda
+    kernels = sum("nccl" in name.lower() and "kernel" in name.lower() for name in step)
     return {
         "collectives": sum(name.startswith("c10d::") for name in forward),
-        "nccl_kernels": len(kernels) if on_gpu else None,
+        "nccl_kernels": kernels if on_gpu(setting.watch.device) else None,
     }
 
 
@@ -88,7 +116,6 @@ def _profile(step: Any) -> list[str]:
 
 def _bare_rows(arguments: argparse.Namespace, command: list[str], setting: Setting) -> list[Row]:
     """Time of the collective alone, in the columns of forward and of eager mode."""
-    common = sources(setting.watch.device, setting.ceilings, arguments.runs, command, "benchmarks.tp")
     rows = []
     for n_rows, columns in arguments.shapes:
         own = torch.zeros(STATISTICS, n_rows, device=setting.watch.device)
@@ -97,38 +124,46 @@ def _bare_rows(arguments: argparse.Namespace, command: list[str], setting: Setti
         def gather(_: None, own: Tensor = own, gathered: Tensor = gathered) -> None:
             _all_gather(gathered, own)
 
-        row = {**common, "kind": "tp", "ranks": setting.ranks, "rows": n_rows, "columns": columns}
-        row |= {
-            "dtype": arguments.dtype,
-            "option": "plain",
-            "provider": BARE,
-            "status": "ok",
-            "note": f"[{STATISTICS}, N] float32",
-        }
+        row = _common(arguments, command, setting, n_rows, columns)
+        row |= {"option": "plain", "provider": BARE, "status": "ok", "note": f"[{STATISTICS}, N] float32"}
         for name, time in (("fwd", setting.watch.device_ms), ("eager", setting.watch.eager_ms)):
             timing = time(gather, lambda: None)
             row |= {f"{name}_ms": timing.median, f"{name}_low": timing.low, f"{name}_high": timing.high}
         rows.append(row)
-        release()
-    if setting.writes:
-        writer = Writer(arguments.out / "results.csv")
-        print()
-        for row in rows:
-            writer.write(row)
-            print(f"{BARE} [{STATISTICS}, {row['rows']}]: {row['fwd_ms']:.3f} ms, eager {row['eager_ms']:.3f} ms")
-        writer.close()
     return rows
 
 
-def _start(on_gpu: bool) -> torch.device:
+def _common(arguments: argparse.Namespace, command: list[str], setting: Setting, rows: int, columns: int) -> Row:
+    known = sources(setting.watch.device, setting.ceilings, arguments.runs, command, "benchmarks.tp")
+    known |= {"kind": "tp", "ranks": setting.ranks, "rows": rows, "columns": columns, "dtype": arguments.dtype}
+    return known
+
+
+def _record(rows: list[Row], arguments: argparse.Namespace) -> None:
+    """Rows that are in no table of providers."""
+    writer = Writer(arguments.out / "results.csv")
+    for row in rows:
+        writer.write(row)
+        if row["provider"] == BARE:
+            numbers = f"{row['fwd_ms']:.3f} ms, eager {row['eager_ms']:.3f} ms"
+        elif row["status"] == "ok":
+            kernels = "" if row["nccl_kernels"] is None else f", {row['nccl_kernels']} NCCL kernels in a whole step"
+            numbers = f"{row['collectives']} collectives in a forward{kernels}"
+        else:
+            numbers = f"no profile: {row['note']}"
+        print(f"{row['rows']} x {row['columns']}: {row['provider']}: {numbers}", flush=True)
+    writer.close()
+
+
+def _start(with_gpus: bool) -> torch.device:
     """Join torchrun's ranks, one GPU each."""
     if "RANK" not in os.environ:
         raise SystemExit("benchmarks.tp: expected to be started by torchrun --nproc-per-node W -m benchmarks.tp")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if with_gpus else torch.device("cpu")
+    if with_gpus:
         torch.cuda.set_device(device)
     # A rank that fails alone leaves the others waiting: not for long.
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(minutes=2))
+    dist.init_process_group("nccl" if with_gpus else "gloo", timeout=datetime.timedelta(minutes=2))
     return device
 
 
