@@ -32,7 +32,12 @@ TINY_ROWS, TINY_COLUMNS = 16, 512
 
 
 class WrongAnswer(Exception):
-    """A provider's loss or gradient is too far from float64."""
+    """A provider's loss or gradient is too far from float64; `errors` are the columns that say how far."""
+
+    def __init__(self, errors: Row) -> None:
+        loss, gradient = errors["loss_error"], errors["gradient_error"]
+        super().__init__(f"wrong against float64: loss error {loss:.1e}, gradient error {gradient:.1e}")
+        self.errors = errors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +100,7 @@ def measure(provider: Provider, problem: Problem, setting: Setting) -> Row:
     """Errors, times and memory of one provider, as columns; raises `WrongAnswer` before anything is timed."""
     trial, watch = Trial(provider, problem, setting.group), setting.watch
     row: Row = {}
-    _refuse_wrong(row, trial, watch, *trial.check())
+    row |= _refuse_wrong(trial, watch, *trial.check())
     timings = {
         "fwd": watch.device_ms(trial.inference, problem.reset),
         "bwd": watch.device_ms(trial.backward, trial.forward_afresh),
@@ -126,22 +131,21 @@ def _measure_graph(row: Row, trial: Trial, setting: Setting) -> str:
         graph, (loss, gradient) = capture(trial.both, problem.reset)
         problem.reset()
         graph.replay()
-        _refuse_wrong({}, trial, setting.watch, *problem.errors(loss, gradient, trial._upstream))
+        _refuse_wrong(trial, setting.watch, *problem.errors(loss, gradient, trial._upstream))
         row |= _columns("graph", setting.watch.eager_ms(lambda _: graph.replay(), problem.reset))
     except Exception as error:
         return f"no graph: {reason(error)}"
     return ""
 
 
-def _refuse_wrong(row: Row, trial: Trial, watch: Stopwatch, loss_error: float, gradient_error: float) -> None:
-    loss_error, gradient_error = watch.slowest([loss_error, gradient_error])
-    row |= {"loss_error": loss_error, "gradient_error": gradient_error}
+def _refuse_wrong(trial: Trial, watch: Stopwatch, loss_error: float, gradient_error: float) -> Row:
+    """The errors as columns, the largest of all ranks; raises where they are out of bounds."""
+    errors = dict(zip(("loss_error", "gradient_error"), watch.slowest([loss_error, gradient_error]), strict=True))
     dtype = trial.problem.case.dtype
     # Not the other way round: NaN is refused.
-    if not (loss_error <= LOSS_BOUND[dtype] and gradient_error <= GRADIENT_BOUND[dtype]):
-        error = WrongAnswer(f"wrong against float64: loss error {loss_error:.1e}, gradient error {gradient_error:.1e}")
-        error.row = row  # type: ignore[attr-defined]
-        raise error
+    if not (errors["loss_error"] <= LOSS_BOUND[dtype] and errors["gradient_error"] <= GRADIENT_BOUND[dtype]):
+        raise WrongAnswer(errors)
+    return errors
 
 
 def _columns(name: str, timing: Timing) -> Row:
@@ -156,7 +160,7 @@ def attempt(provider: Provider, problem: Problem, setting: Setting) -> Row:
     try:
         return {"status": "ok", **measure(provider, problem, setting)}
     except WrongAnswer as error:
-        return {"status": "failed", "note": str(error), **getattr(error, "row", {})}
+        return {"status": "failed", "note": str(error), **error.errors}
     except torch.OutOfMemoryError as error:
         return {"status": "out of memory", "note": reason(error)}
     except Exception as error:
@@ -168,7 +172,9 @@ def add_arguments(parser: argparse.ArgumentParser, shapes: list[str], runs: int,
     parser.add_argument("--shapes", nargs="+", type=_shape, default=list(map(_shape, shapes)), metavar="NxV")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--providers", nargs="+", default=names, choices=list(registry.LOADERS), metavar="NAME")
-    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME[@NxV]", help="leave a provider (at a shape) out")
+    parser.add_argument(
+        "--skip", nargs="+", default=[], type=_skip, metavar="NAME[@NxV]", help="leave a provider (at a shape) out"
+    )
     parser.add_argument("--runs", type=int, default=runs, help="timed runs of each function")
     parser.add_argument("--label-smoothing", type=float, default=0.0, help="also measure with this much smoothing")
     parser.add_argument("--ignored", type=float, default=0.0, help="also measure with this share of ignored rows")
@@ -278,6 +284,15 @@ def _progress(row: Row) -> str:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def _skip(text: str) -> str:
+    name, _, shape = text.partition("@")
+    if name not in registry.LOADERS:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(registry.LOADERS)}, got {name!r}")
+    if shape:
+        _shape(shape)
+    return text
 
 
 def _shape(text: str) -> tuple[int, int]:

@@ -151,8 +151,9 @@ def capture(function: Callable[[None], T], prepare: Callable[[], None]) -> tuple
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     graph = torch.cuda.CUDAGraph()
+    # The outer context: after a capture that failed, the current stream is this one again.
     # "thread_local": another thread, such as the watchdog of a process group, may talk to the driver meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         results = function(None)
     return graph, results
 

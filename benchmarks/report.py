@@ -18,7 +18,7 @@ compared with float64 first; those that were wrong are listed without times.
 - fwd, bwd, both: forward without gradients, backward, forward and backward, on a device that is kept busy while the
   host queues them. Under tensor parallelism: the slowest rank.
 - floor: three passes over the logits (read; read and write) at the copy bandwidth measured in the same run, as a share
-  of the time of both.
+  of the time of both. Ignored rows and padding are counted as if they were read and written.
 - eager: both, started on an idle device: gaps between launches count. graph: the same, replayed from a CUDA graph.
 - extra: peak memory above the logits, as a multiple of this rank's logits.
 - speed-up: of te_ce over the provider, both.
