@@ -1,1 +1,12 @@
-"""Measurements of the loss against its alternatives on the same device in the same run."""
+"""Measurements of the loss against its alternatives, on the same device in the same run.
+
+measure     stopwatches, bandwidths, memory, host time
+problem     logits, targets and upstream gradients of one shape, and their float64 truth
+providers   every implementation behind one interface
+results     the columns of results.csv, and tables made of them
+compare     one provider on one problem: check, then time; and the loop over all of them
+logits      command: one process
+tp          command: vocabulary over the ranks of torchrun
+plots       command: results.csv -> PNG
+report      command: results.csv -> README.md
+"""
