@@ -9,4 +9,5 @@ logits      command: one process
 tp          command: vocabulary over the ranks of torchrun
 plots       command: results.csv -> PNG
 report      command: results.csv -> README.md
+tune        command: the times behind the block shapes
 """

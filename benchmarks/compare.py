@@ -179,6 +179,7 @@ def add_arguments(parser: argparse.ArgumentParser, shapes: list[str], runs: int,
     parser.add_argument("--label-smoothing", type=float, default=0.0, help="also measure with this much smoothing")
     parser.add_argument("--ignored", type=float, default=0.0, help="also measure with this share of ignored rows")
     parser.add_argument("--padding", type=int, default=0, help="also measure with this many columns as padding")
+    parser.add_argument("--commit", help="of the code that is measured, where git can't tell")
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder of results.csv")
 
 
@@ -197,7 +198,7 @@ def run(arguments: argparse.Namespace, command: list[str], setting: Setting) -> 
     for name, why in missing.items():
         say(f"{name}: missing: {reason(why)}")
     device = setting.watch.device
-    common = sources(device, setting.ceilings, arguments.runs, command, f"benchmarks.{setting.kind}")
+    common = sources(device, setting.ceilings, arguments.runs, command, f"benchmarks.{setting.kind}", arguments.commit)
     common |= {"kind": setting.kind, "ranks": setting.ranks, "dtype": arguments.dtype}
     writer = Writer(arguments.out / "results.csv") if setting.writes else None
     hosts = {name: _host_time(provider, arguments, setting) for name, provider in found.items()}

@@ -83,8 +83,10 @@ def read(path: Path) -> list[Row]:
     return list(latest.values())
 
 
-def sources(device: torch.device, ceilings: Bandwidth, runs: int, arguments: list[str], module: str) -> Row:
-    """The columns that say where the numbers come from."""
+def sources(
+    device: torch.device, ceilings: Bandwidth, runs: int, arguments: list[str], module: str, commit: str | None
+) -> Row:
+    """The columns that say where the numbers come from; `commit` where git can't tell."""
     try:
         import triton
 
@@ -97,7 +99,7 @@ def sources(device: torch.device, ceilings: Bandwidth, runs: int, arguments: lis
         "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU {platform.machine()}",
         "torch": str(torch.__version__),
         "triton": triton_version,
-        "commit": _commit(),
+        "commit": commit or _commit(),
         "copy_GBs": ceilings.copy / 1e9,
         "read_GBs": ceilings.read / 1e9,
         "command": " ".join([module, *_without_folder(arguments)]),
@@ -186,11 +188,14 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
+_LEFT_OUT = ("--out", "--commit")
+
+
 def _without_folder(arguments: list[str]) -> list[str]:
-    """The command line without where its results go."""
+    """The command line without where its results go, and without what its other columns say."""
     kept, skip = [], False
     for argument in arguments:
-        if not skip and argument != "--out" and not argument.startswith("--out="):
+        if not skip and argument.partition("=")[0] not in _LEFT_OUT:
             kept.append(f'"{argument}"' if " " in argument else argument)
-        skip = argument == "--out"
+        skip = argument in _LEFT_OUT
     return kept

@@ -134,7 +134,7 @@ def _bare_rows(arguments: argparse.Namespace, command: list[str], setting: Setti
 
 
 def _common(arguments: argparse.Namespace, command: list[str], setting: Setting, rows: int, columns: int) -> Row:
-    known = sources(setting.watch.device, setting.ceilings, arguments.runs, command, "benchmarks.tp")
+    known = sources(setting.watch.device, setting.ceilings, arguments.runs, command, "benchmarks.tp", arguments.commit)
     known |= {"kind": "tp", "ranks": setting.ranks, "rows": rows, "columns": columns, "dtype": arguments.dtype}
     return known
 

@@ -1,7 +1,14 @@
-"""One call of the loss, checked and resolved: before anything runs, the same for eager calls and for the operators."""
+"""One call of the loss, checked and resolved: before anything runs, the same for eager calls and for the operators.
+
+All of that depends on the layout of the tensors and on the other arguments, which are the same at every step of a
+training run: what a call resolved to is kept.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -14,6 +21,9 @@ from te_ce.layout import readable, readable_in_place
 from te_ce.options import LossOptions
 from te_ce.problem import ShardProblem
 from te_ce.shard import VocabShard, resolve_shard
+
+_KEPT = 64
+_resolved: dict[Any, tuple[ShardProblem, ProcessGroup | None]] = {}
 
 
 def resolve_call(
@@ -28,16 +38,65 @@ def resolve_call(
 
     Raises:
         TypeError, ValueError: an argument is wrong; before any collective.
-        IndexError: with check_targets, on every rank, where any rank has a bad target.
     """
+    key = _key(logits, target, group, options, shard, inplace)
+    try:
+        kept = _resolved.get(key)
+    except TypeError:  # not hashable: some argument is no such thing at all
+        key = kept = None
+    problem, communicated = kept or _check(logits, target, group, options, shard, inplace)
+    if key and not kept:
+        if len(_resolved) >= _KEPT:
+            _resolved.clear()
+        _resolved[key] = problem, communicated
+    backend = choose_backend(logits)
+    if not readable_in_place(logits):
+        logits = logits.resolve_neg().contiguous()
+    return logits, readable(target), LossCall(problem, communicated, backend, inplace)
+
+
+def check_targets(target: Tensor, call: LossCall, options: LossOptions) -> None:
+    """Raise an IndexError on every rank where any rank has a bad target, if the options or the environment ask for it.
+
+    One all-gather and a host synchronisation then.
+    """
+    if options.check_targets or environment.check_targets_requested():
+        raise_for_bad_targets(target, call.problem, call.group)
+
+
+def _check(
+    logits: Tensor,
+    target: Tensor,
+    group: ProcessGroup | None,
+    options: LossOptions,
+    shard: VocabShard | None,
+    inplace: Inplace,
+) -> tuple[ShardProblem, ProcessGroup | None]:
+    """The problem, and the group if it has other ranks."""
     check_inputs(logits, target)
     check_group(group)
     ranks = group_size(group)
     problem = ShardProblem.resolve(options, resolve_shard(shard, logits.shape[-1], group), ranks)
     check_inplace(inplace, logits)
-    backend = choose_backend(logits)
-    if options.check_targets or environment.check_targets_requested():
-        raise_for_bad_targets(target, problem, group)
-    if not readable_in_place(logits):
-        logits = logits.resolve_neg().contiguous()
-    return logits, readable(target), LossCall(problem, group if ranks > 1 else None, backend, inplace)
+    return problem, group if ranks > 1 else None
+
+
+def _key(
+    logits: Tensor,
+    target: Tensor,
+    group: ProcessGroup | None,
+    options: LossOptions,
+    shard: VocabShard | None,
+    inplace: Inplace,
+) -> tuple[Any, ...] | None:
+    """Everything that `_check` looks at; None for tensors out of the ordinary."""
+    if type(logits) is not Tensor or type(target) is not Tensor:
+        return None
+    if logits.layout is not torch.strided or target.layout is not torch.strided:
+        return None
+    if logits.is_nested or target.is_nested or logits.is_neg():
+        return None
+    of_logits = (logits.shape, logits.stride(), logits.dtype, logits.device)
+    of_target = (target.shape, target.stride(), target.dtype, target.device)
+    # True == 1, which is not a value of `inplace`.
+    return (*of_logits, *of_target, group, options, shard, inplace, type(inplace))

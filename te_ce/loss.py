@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from te_ce.autograd import Inplace, VocabParallelCrossEntropy
-from te_ce.call import resolve_call
+from te_ce.call import check_targets, resolve_call
 from te_ce.operators import loss_in_graph
 from te_ce.options import LossOptions, resolve_options
 from te_ce.reduction import reduce_loss
@@ -55,7 +55,7 @@ def vocab_parallel_cross_entropy(
     """
     if torch.compiler.is_compiling():
         if inplace is not True:
-            return loss_in_graph(logits, target, group, options, shard, loss_options)
+            return loss_in_graph(logits, target, group, options, shard, inplace, loss_options)
         return _eager_loss_outside_the_graph(logits, target, group, options, shard, inplace, loss_options)
     return _eager_loss(logits, target, group, options, shard, inplace, loss_options)
 
@@ -71,6 +71,7 @@ def _eager_loss(
 ) -> Tensor:
     resolved = resolve_options(options, loss_options)
     logits, target, call = resolve_call(logits, target, group, resolved, shard, inplace)
+    check_targets(target, call, resolved)
     loss: Tensor = VocabParallelCrossEntropy.apply(logits, target, call)
     return reduce_loss(loss, target, resolved.reduction, resolved.ignore_index)
 

@@ -6,7 +6,6 @@ its own. Everything but the tensors is resolved when the operator runs, from pla
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -14,14 +13,13 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from te_ce.autograd import LossCall, forward
-from te_ce.call import resolve_call
+from te_ce.autograd import Inplace, LossCall, forward
+from te_ce.call import check_targets, resolve_call
+from te_ce.checks import check_inplace
 from te_ce.layout import readable
-from te_ce.options import LossOptions
+from te_ce.options import LossOptions, resolve_options
 from te_ce.reduction import reduce_loss
 from te_ce.shard import VocabShard
-
-_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(LossOptions)}
 
 
 def loss_in_graph(
@@ -30,26 +28,24 @@ def loss_in_graph(
     group: ProcessGroup | None,
     options: LossOptions | None,
     shard: VocabShard | None,
+    inplace: Inplace,
     loss_options: dict[str, Any],
 ) -> Tensor:
-    """The loss as nodes of a graph. Traced: nothing is checked here that the operator checks when it runs."""
-    for name in loss_options:
-        if name not in _DEFAULTS or options is not None:
-            raise TypeError(f"unexpected keyword {name!r}: expected `options`, or fields of LossOptions")
-    values = {name: getattr(options, name) for name in _DEFAULTS} if options is not None else {**_DEFAULTS}
-    values.update(loss_options)
+    """The loss as nodes of a graph. Traced: tensors and shard are checked by the operator, when it runs."""
+    check_inplace(inplace, logits)
+    resolved = resolve_options(options, loss_options)
     loss, _ = _loss(
         logits,
         target,
-        values["ignore_index"],
-        float(values["label_smoothing"]),
-        values["smoothing"],
-        values["vocab_size"],
-        values["check_targets"],
+        resolved.ignore_index,
+        float(resolved.label_smoothing),
+        resolved.smoothing,
+        resolved.vocab_size,
+        resolved.check_targets,
         None if group is None else group.group_name,
         None if shard is None else [shard.start, shard.stop, shard.size],
     )
-    return reduce_loss(loss, target, values["reduction"], values["ignore_index"])
+    return reduce_loss(loss, target, resolved.reduction, resolved.ignore_index)
 
 
 @torch.library.custom_op("te_ce::loss", mutates_args=())
@@ -60,13 +56,15 @@ def _loss(
     label_smoothing: float,
     smoothing: str,
     vocab_size: int | None,
-    check_targets: bool,
+    must_check_targets: bool,
     group: str | None,
     shard: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
     """Loss [..] per row and saved [2, N]; float32, or float64 for float64 logits. One all-gather over `group`."""
-    options = _options(ignore_index, label_smoothing, smoothing, vocab_size, check_targets)
-    return forward(*_call(logits, target, options, group, shard))
+    options = _options(ignore_index, label_smoothing, smoothing, vocab_size, must_check_targets)
+    logits, target, call = _call(logits, target, options, group, shard)
+    check_targets(target, call, options)
+    return forward(logits, target, call)
 
 
 @torch.library.custom_op("te_ce::logits_gradient", mutates_args=())

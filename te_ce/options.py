@@ -11,6 +11,8 @@ import functools
 import math
 from typing import Any, Literal
 
+import torch
+
 Smoothing = Literal["uniform", "others"]
 Reduction = Literal["none", "sum", "mean"]
 
@@ -90,6 +92,8 @@ def resolve_options(options: LossOptions | None, fields: dict[str, Any]) -> Loss
             raise TypeError(
                 f"unexpected keyword {min(unknown)!r}: expected a field of LossOptions ({', '.join(_FIELD_NAMES)})"
             )
+        if torch.compiler.is_compiling():
+            return LossOptions(**fields)
         try:
             return _kept(**fields)
         except TypeError:  # a field that can't be hashed; or a wrong one, which raises again

@@ -21,7 +21,8 @@ SMOOTHING_FIELDS = 5
 WHOLE_COLUMNS = 65536
 
 
-@dataclasses.dataclass(frozen=True)
+# Found by identity, not by value: `resolve` gives the same object for the same arguments.
+@dataclasses.dataclass(frozen=True, eq=False)
 class ShardProblem:
     """What turns a shard's logits into its part of the loss.
 

@@ -100,7 +100,9 @@ def logits_gradient_kernel(
     TILE: tl.constexpr,
 ):
     VEC: tl.constexpr = 16 // (logits_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    row, tile = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
+    # From the end: what forward read last may still lie in the cache, and who reads the gradient begins at its start.
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    row, tile = index // n_tiles, index % n_tiles
     logits_ptr = at_row(logits_ptr, row, inner, logits_stride_outer, logits_stride_inner, HAS_INNER)
     out_ptr = at_row(grad_logits_ptr, row, inner, grad_logits_stride_outer, grad_logits_stride_inner, HAS_INNER)
     target_ptr = at_row(target_ptr, row, inner, target_stride_outer, target_stride_inner, HAS_INNER)

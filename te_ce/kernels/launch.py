@@ -1,19 +1,22 @@
 """The kernels as functions of tensors, the same as `te_ce.reference`: grids, strides and constants.
 
-Rows lie on grid axis 0, which has no 65,535 limit; row offsets are 64-bit inside the kernels.
+Rows lie on grid axis 0, which has no 65,535 limit; row offsets are 64-bit inside the kernels. What a launch is made of
+besides its tensors depends on their layout and on the problem only, and is kept from call to call.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
 
 from te_ce.kernels.gradient import logits_gradient_kernel
-from te_ce.kernels.launcher import launch
+from te_ce.kernels.launcher import Launch, launch
 from te_ce.kernels.merge import merge_statistics_kernel
 from te_ce.kernels.shapes import LINE_BYTES, MERGE_TILE, VECTOR_BYTES, gradient_tile, walk_plan
 from te_ce.kernels.statistics import row_loss_kernel, row_statistics_kernel
-from te_ce.layout import RowPart, row_parts
+from te_ce.layout import RowGrid, row_parts
 from te_ce.problem import ShardProblem
 
 
@@ -24,23 +27,12 @@ def row_statistics(logits: Tensor, target: Tensor, problem: ShardProblem) -> Ten
     if n_rows == 0:
         return stats
     for part in row_parts(target.shape, (logits, target)):
-        shape, line, span_blocks, has_tail = walk_plan(logits.dtype, problem.real_columns, parts)
-        edges = has_tail or not _begin_at(part, 0, line)
+        at = part.tensors[0].data_ptr() % LINE_BYTES
+        tensors = (*part.tensors, stats[:, :, part.first :] if part.first else stats)
         launch(
             row_statistics_kernel,
-            part.n_rows * parts,
-            (*part.tensors, stats[:, :, part.first :] if part.first else stats),
-            (
-                part.grid.inner,
-                *part.grid.flat_strides,
-                n_rows,
-                span_blocks,
-                problem.start,
-                problem.real_columns,
-                problem.ignore_index,
-            ),
-            (part.grid.inner > 1, edges, problem.is_smoothed, parts, shape.unroll, shape.threads, line),
-            shape.num_warps,
+            tensors,
+            _statistics_launch(part.grid, part.n_rows, n_rows, at, logits.dtype, problem),
         )
     return stats
 
@@ -54,26 +46,9 @@ def row_loss(logits: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Ten
     if n_rows == 0:
         return loss, saved
     for part in row_parts(target.shape, (logits, target)):
-        shape, line, span_blocks, has_tail = walk_plan(logits.dtype, problem.real_columns, 1)
-        edges = has_tail or not _begin_at(part, 0, line)
-        launch(
-            row_loss_kernel,
-            part.n_rows,
-            (*part.tensors, *_from_row(part.first, loss, saved)),
-            (
-                part.grid.inner,
-                *part.grid.flat_strides,
-                n_rows,
-                span_blocks,
-                problem.start,
-                problem.real_columns,
-                problem.ignore_index,
-                problem.smoothing_weight,
-                problem.target_weight,
-            ),
-            (part.grid.inner > 1, edges, problem.is_smoothed, shape.unroll, shape.threads, line),
-            shape.num_warps,
-        )
+        at = part.tensors[0].data_ptr() % LINE_BYTES
+        tensors = (*part.tensors, *_from_row(part.first, loss, saved))
+        launch(row_loss_kernel, tensors, _loss_launch(part.grid, part.n_rows, n_rows, at, logits.dtype, problem))
     return loss, saved
 
 
@@ -84,28 +59,9 @@ def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) ->
     if n_rows == 0:
         return loss, saved
     for part in row_parts(target.shape, (target,)):
-        launch(
-            merge_statistics_kernel,
-            -(-part.n_rows // MERGE_TILE.elements),
-            (
-                gathered[:, :, part.first :] if part.first else gathered,
-                *part.tensors,
-                *_from_row(part.first, loss, saved),
-            ),
-            (
-                part.n_rows,
-                n_parts,
-                n_rows,
-                part.grid.inner,
-                *part.grid.flat_strides,
-                problem.classes,
-                problem.ignore_index,
-                problem.smoothing_weight,
-                problem.target_weight,
-            ),
-            (part.grid.inner > 1, problem.is_smoothed, MERGE_TILE.elements),
-            MERGE_TILE.num_warps,
-        )
+        rows = gathered[:, :, part.first :] if part.first else gathered
+        tensors = (rows, *part.tensors, *_from_row(part.first, loss, saved))
+        launch(merge_statistics_kernel, tensors, _merge_launch(part.grid, part.n_rows, n_rows, n_parts, problem))
     return loss, saved
 
 
@@ -116,38 +72,130 @@ def logits_gradient(
     n_columns = logits.shape[-1]
     if logits.numel() == 0:
         return
-    dtype = logits.dtype
-    tile = gradient_tile(dtype, n_columns)
     for part in row_parts(target.shape, (logits, target, grad_loss, out)):
         logits_part, target_part, grad_part, out_part = part.tensors
-        before = 0 if _begin_at(part, 0, LINE_BYTES) else LINE_BYTES // dtype.itemsize - 1
-        n_tiles = -(-(n_columns + before) // tile.elements)
+        at, out_at = logits_part.data_ptr() % LINE_BYTES, out_part.data_ptr() % LINE_BYTES
+        tensors = (logits_part, target_part, grad_part, saved[:, part.first :] if part.first else saved, out_part)
         launch(
             logits_gradient_kernel,
-            part.n_rows * n_tiles,
-            (logits_part, target_part, grad_part, saved[:, part.first :] if part.first else saved, out_part),
-            (
-                part.grid.inner,
-                *part.grid.flat_strides,
-                saved.shape[1],
-                n_columns,
-                n_tiles,
-                problem.start,
-                problem.real_columns,
-                problem.classes,
-                problem.ignore_index,
-                problem.target_weight,
-                problem.class_weight,
-            ),
-            (
-                part.grid.inner > 1,
-                not _begin_at(part, 0, VECTOR_BYTES) or n_columns * dtype.itemsize % VECTOR_BYTES != 0,
-                problem.is_smoothed,
-                _aligned_alike(part, 0, 3),
-                tile.elements,
-            ),
-            tile.num_warps,
+            tensors,
+            _gradient_launch(part.grid, part.n_rows, saved.shape[1], n_columns, at, out_at, logits.dtype, problem),
         )
+
+
+# The arguments of the functions below: `grid` and `n_rows` of a part of a call of `all_rows` rows; `at`, the bytes by
+# which the logits begin after a line of memory does.
+
+
+@functools.lru_cache(maxsize=256)
+def _statistics_launch(
+    grid: RowGrid, n_rows: int, all_rows: int, at: int, dtype: torch.dtype, problem: ShardProblem
+) -> Launch:
+    shape, span_blocks, has_tail = walk_plan(dtype, problem.real_columns, problem.parts, problem.is_smoothed)
+    edges = has_tail or not _begin_at(grid, 0, at, dtype, VECTOR_BYTES)
+    return Launch(
+        programs=n_rows * problem.parts,
+        sizes=(
+            grid.inner,
+            *grid.flat_strides,
+            all_rows,
+            span_blocks,
+            problem.start,
+            problem.real_columns,
+            problem.ignore_index,
+        ),
+        constants=(grid.inner > 1, edges, problem.is_smoothed, problem.parts, shape.unroll, shape.threads),
+        num_warps=shape.num_warps,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _loss_launch(
+    grid: RowGrid, n_rows: int, all_rows: int, at: int, dtype: torch.dtype, problem: ShardProblem
+) -> Launch:
+    shape, span_blocks, has_tail = walk_plan(dtype, problem.real_columns, 1, problem.is_smoothed)
+    edges = has_tail or not _begin_at(grid, 0, at, dtype, VECTOR_BYTES)
+    return Launch(
+        programs=n_rows,
+        sizes=(
+            grid.inner,
+            *grid.flat_strides,
+            all_rows,
+            span_blocks,
+            problem.start,
+            problem.real_columns,
+            problem.ignore_index,
+            problem.smoothing_weight,
+            problem.target_weight,
+        ),
+        constants=(grid.inner > 1, edges, problem.is_smoothed, shape.unroll, shape.threads),
+        num_warps=shape.num_warps,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _merge_launch(grid: RowGrid, n_rows: int, all_rows: int, n_parts: int, problem: ShardProblem) -> Launch:
+    return Launch(
+        programs=-(-n_rows // MERGE_TILE.elements),
+        sizes=(
+            n_rows,
+            n_parts,
+            all_rows,
+            grid.inner,
+            *grid.flat_strides,
+            problem.classes,
+            problem.ignore_index,
+            problem.smoothing_weight,
+            problem.target_weight,
+        ),
+        constants=(grid.inner > 1, problem.is_smoothed, MERGE_TILE.elements),
+        num_warps=MERGE_TILE.num_warps,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _gradient_launch(
+    grid: RowGrid,
+    n_rows: int,
+    all_rows: int,
+    n_columns: int,
+    at: int,
+    out_at: int,
+    dtype: torch.dtype,
+    problem: ShardProblem,
+) -> Launch:
+    tile = gradient_tile(dtype, n_columns)
+    before = 0 if _begin_at(grid, 0, at, dtype, LINE_BYTES) else LINE_BYTES // dtype.itemsize - 1
+    n_tiles = -(-(n_columns + before) // tile.elements)
+    edges = n_columns * dtype.itemsize % VECTOR_BYTES != 0 or not _begin_at(grid, 0, at, dtype, VECTOR_BYTES)
+    # A row of the gradient begins at the same place in a line as the row of the logits.
+    alike = at == out_at and all(
+        (step - out_step) * dtype.itemsize % LINE_BYTES == 0
+        for step, out_step in zip(grid.strides[0], grid.strides[3], strict=True)
+    )
+    return Launch(
+        programs=n_rows * n_tiles,
+        sizes=(
+            grid.inner,
+            *grid.flat_strides,
+            all_rows,
+            n_columns,
+            n_tiles,
+            problem.start,
+            problem.real_columns,
+            problem.classes,
+            problem.ignore_index,
+            problem.target_weight,
+            problem.class_weight,
+        ),
+        constants=(grid.inner > 1, edges, problem.is_smoothed, alike, tile.elements),
+        num_warps=tile.num_warps,
+    )
+
+
+def _begin_at(grid: RowGrid, index: int, at: int, dtype: torch.dtype, multiple: int) -> bool:
+    """Whether all rows of tensor `index`, which begins `at` bytes after a line, begin at multiples of so many bytes."""
+    return at % multiple == 0 and all(step * dtype.itemsize % multiple == 0 for step in grid.strides[index])
 
 
 def _outputs(target: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,21 +207,3 @@ def _outputs(target: Tensor) -> tuple[Tensor, Tensor]:
 def _from_row(first: int, loss: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
     """The outputs from row `first` on."""
     return (loss.view(-1)[first:], saved[:, first:]) if first else (loss, saved)
-
-
-def _begin_at(part: RowPart, index: int, multiple: int) -> bool:
-    """Whether all rows of a tensor of the part begin at a multiple of so many bytes."""
-    tensor, (outer, inner) = part.tensors[index], part.grid.strides[index]
-    size = tensor.element_size()
-    return tensor.data_ptr() % multiple == 0 and outer * size % multiple == 0 and inner * size % multiple == 0
-
-
-def _aligned_alike(part: RowPart, index: int, other: int) -> bool:
-    """Whether the rows of two tensors of the part begin at the same place within a line."""
-    tensor = part.tensors[index]
-    if (tensor.data_ptr() - part.tensors[other].data_ptr()) % LINE_BYTES:
-        return False
-    return not any(
-        (mine - its) * tensor.element_size() % LINE_BYTES
-        for mine, its in zip(part.grid.strides[index], part.grid.strides[other], strict=True)
-    )

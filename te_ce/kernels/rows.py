@@ -1,4 +1,4 @@
-"""Where rows lie: their addresses, and the lines of memory that they begin in."""
+"""Where rows lie: their addresses, and the vectors and lines of memory that they begin in."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def floor_to_line(pointer):
 
 
 @triton.jit
-def ceil_to_line(pointer, BYTES: tl.constexpr):
-    """The first address at or after `pointer` that is a multiple of BYTES, and how many elements lie before it."""
+def ceil_to_vector(pointer):
+    """The first multiple of 16 bytes at or after `pointer`, and how many elements lie before it."""
     size: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth // 8
-    after = (pointer.to(tl.int64) % BYTES).to(tl.int32) // size
-    before = (BYTES // size - after) % (BYTES // size)
+    after = (pointer.to(tl.int64) % 16).to(tl.int32) // size
+    before = (16 // size - after) % (16 // size)
     return tl.multiple_of(pointer + before, 16), before

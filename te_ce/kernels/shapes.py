@@ -1,4 +1,4 @@
-"""Block shapes: fixed choices by dtype and columns; never by rows, so that a row's bits do not depend on them.
+"""Block shapes: fixed choices by dtype, columns and smoothing. Never by rows: a row's bits do not depend on the batch.
 
 Chosen on an H200 by `python -m benchmarks.tune`, which prints the times behind them; nothing is tuned at run time.
 """
@@ -37,11 +37,13 @@ class TileShape(NamedTuple):
 # The widest walks. Two vectors a thread and block, and the two of the next block, fit into 32 registers: a
 # multiprocessor holds as many threads as it can. float32 has half as many columns in a vector.
 WALK_16_BIT = WalkShape(unroll=2, num_warps=4)
+# A second sum a thread takes the registers of one of its vectors.
+SMOOTHED_WALK_16_BIT = WalkShape(unroll=1, num_warps=4)
 WALK_32_BIT = WalkShape(unroll=1, num_warps=8)
 
 # 4 KiB a tile, 32 bytes a thread.
 GRADIENT_TILE_BYTES = 4096
-_GRADIENT_THREAD_BYTES = 32
+GRADIENT_THREAD_BYTES = 32
 
 # Rows of a merge.
 MERGE_TILE = TileShape(128, 4)
@@ -52,9 +54,12 @@ def vector_elements(dtype: torch.dtype) -> int:
     return VECTOR_BYTES // dtype.itemsize
 
 
-def walk_shape(dtype: torch.dtype, columns: int) -> WalkShape:
+def walk_shape(dtype: torch.dtype, columns: int, smoothed: bool) -> WalkShape:
     """The walk of a span of `columns`: no wider than needed."""
-    widest = WALK_32_BIT if dtype.itemsize == 4 else WALK_16_BIT
+    if dtype.itemsize == 4:
+        widest = WALK_32_BIT
+    else:
+        widest = SMOOTHED_WALK_16_BIT if smoothed else WALK_16_BIT
     vectors = max(1, -(-columns // vector_elements(dtype)))
     num_warps = min(widest.num_warps, _power_of_2(-(-vectors // THREADS_PER_WARP)))
     return WalkShape(min(widest.unroll, _power_of_2(-(-vectors // (THREADS_PER_WARP * num_warps)))), num_warps)
@@ -69,25 +74,23 @@ class WalkPlan(NamedTuple):
     """Everything about a walk that the rows' addresses do not decide."""
 
     shape: WalkShape
-    line: int  # bytes at a multiple of which it begins
     span_blocks: int  # blocks of a part
     has_tail: bool  # a row's columns do not end with a whole vector
 
 
 @functools.lru_cache(maxsize=64)
-def walk_plan(dtype: torch.dtype, columns: int, parts: int) -> WalkPlan:
+def walk_plan(dtype: torch.dtype, columns: int, parts: int, smoothed: bool) -> WalkPlan:
     """The walk over rows of `columns`, in so many parts."""
-    shape = walk_shape(dtype, -(-columns // parts))
+    shape = walk_shape(dtype, -(-columns // parts), smoothed)
     block = shape.unroll * shape.threads * vector_elements(dtype)
-    span_blocks = max(1, -(-columns // (parts * block)))
-    return WalkPlan(shape, walk_line(shape), span_blocks, columns * dtype.itemsize % VECTOR_BYTES != 0)
+    return WalkPlan(shape, max(1, -(-columns // (parts * block))), columns * dtype.itemsize % VECTOR_BYTES != 0)
 
 
 @functools.lru_cache(maxsize=64)
 def gradient_tile(dtype: torch.dtype, columns: int) -> TileShape:
     """The tile of a row of `columns`: no wider than needed."""
     size = min(GRADIENT_TILE_BYTES, _power_of_2(columns * dtype.itemsize))
-    return TileShape(max(16, size // dtype.itemsize), max(1, size // (_GRADIENT_THREAD_BYTES * THREADS_PER_WARP)))
+    return TileShape(max(16, size // dtype.itemsize), max(1, size // (GRADIENT_THREAD_BYTES * THREADS_PER_WARP)))
 
 
 def _power_of_2(number: int) -> int:

@@ -8,8 +8,10 @@ The sum of a confident row is the 1 of its max and many small terms, which round
 are summed by pairs, and added up with compensation (Kahan 1965). At the end the sum is divided by the max's own term,
 so that the max counts exactly 1; then the threads' sums are split into a part that adds up exactly and a small rest.
 
-Loads are of whole vectors of 16 bytes, from a multiple of LINE bytes on. The columns before it and after the last whole
-vector (odd vocabularies) are loaded one by one, and become the first columns of the threads.
+Loads are of whole vectors of 16 bytes. The columns before the first and after the last whole vector (odd vocabularies)
+are loaded one by one, and become the first columns of the threads. Which columns a thread sums depends on the address
+of the row modulo 16 bytes and on nothing else: cut at lines of 128 bytes, rows of 50264 would sum otherwise in another
+batch.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import triton
 import triton.language as tl
 
 from te_ce.kernels.numerics import LOG2_E, exp_weight, row_loss
-from te_ce.kernels.rows import at_row, ceil_to_line
+from te_ce.kernels.rows import at_row, ceil_to_vector
 
 # How far, in natural units, a thread's max may exceed its reference.
 SLACK = tl.constexpr(0.5)
@@ -26,6 +28,9 @@ SLACK = tl.constexpr(0.5)
 # Exponents carry this much more: a float32 exponent in [-8, 0] is half as exact as one in [-4, 4].
 SHIFT = tl.constexpr(4.0)
 SHIFTED_ONE = tl.constexpr(16.0)
+
+# Two of bfloat16, in one int32.
+MINUS_INF_PAIR = tl.constexpr(-8323200)
 
 # Adding and subtracting 1.5 * 2^17 rounds a float32 to a multiple of 2^-6; such multiples add up exactly to 2^18.
 SPLIT = tl.constexpr(196608.0)
@@ -49,8 +54,43 @@ def _sum_by_pairs(x, UNROLL: tl.constexpr, THREADS: tl.constexpr, VEC: tl.conste
 
 
 @triton.jit
+def _load_block(
+    pointer,  # of the body
+    first,  # position
+    stop,  # a whole number of vectors after `first`
+    UNROLL: tl.constexpr,
+    THREADS: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """A block as it lies in memory: [UNROLL, THREADS, VEC], bfloat16 as [UNROLL, THREADS, VEC / 2] pairs in int32."""
+    IS_PAIRS: tl.constexpr = pointer.dtype.element_ty == tl.bfloat16
+    ITEMS: tl.constexpr = VEC // 2 if IS_PAIRS else VEC
+    offs_u, offs_t = tl.arange(0, UNROLL)[:, None, None], tl.arange(0, THREADS)[None, :, None]
+    offs = (offs_u * THREADS + offs_t) * ITEMS + tl.arange(0, ITEMS)[None, None, :]
+    mask = offs < (stop - first) // VEC * ITEMS
+    if IS_PAIRS:
+        pairs_ptr = (pointer + first).to(tl.pointer_type(tl.int32))
+        block = tl.load(pairs_ptr + offs, mask=mask, other=MINUS_INF_PAIR)
+    else:
+        block = tl.load(pointer + first + offs, mask=mask, other=-float("inf"))
+    return block
+
+
+@triton.jit
+def _as_float32(block, UNROLL: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr):
+    """[UNROLL, THREADS, VEC] of what `_load_block` gave. A bfloat16 is the upper half of a float32: one instruction."""
+    if block.dtype == tl.int32:
+        even = (block << 16).to(tl.float32, bitcast=True)
+        odd = (block & -65536).to(tl.float32, bitcast=True)
+        z = tl.reshape(tl.join(even, odd), [UNROLL, THREADS, VEC])
+    else:
+        z = block.to(tl.float32)
+    return z
+
+
+@triton.jit
 def _add_block(
-    z,  # [UNROLL, THREADS, VEC], -inf where `mask` is off
+    block,  # -inf where `mask` is off
     mask,
     m,  # [THREADS], as all that follow
     r,
@@ -65,7 +105,7 @@ def _add_block(
     VEC: tl.constexpr,
 ):
     """Statistics of the threads' columns so far, and of one more block of them."""
-    z = z.to(tl.float32)
+    z = _as_float32(block, UNROLL, THREADS, VEC)
     new_m = tl.maximum(m, tl.max(tl.max(z, axis=2), axis=0))
     new_r = tl.where(new_m > r + SLACK, new_m, r)
     # While every logit so far is -inf there is no max to subtract: -inf - -inf would be NaN.
@@ -97,26 +137,22 @@ def span_statistics(
     PARTS: tl.constexpr,
     UNROLL: tl.constexpr,
     THREADS: tl.constexpr,
-    LINE: tl.constexpr,
 ):
     """Statistics of one part of a row: target, and m, d, z_y, s, number of columns, as scalars.
 
     Nothing but its first block is read of an ignored row, whose statistics nobody uses.
     """
-    SIZE: tl.constexpr = row_ptr.dtype.element_ty.primitive_bitwidth // 8
-    VEC: tl.constexpr = 16 // SIZE
+    VEC: tl.constexpr = 16 // (row_ptr.dtype.element_ty.primitive_bitwidth // 8)
     BLOCK: tl.constexpr = UNROLL * THREADS * VEC
-    # Positions count from the body, which begins at the row's first multiple of LINE bytes.
-    body_ptr, head = ceil_to_line(row_ptr, LINE)
+    # Positions count from the body, which begins at the row's first multiple of 16 bytes.
+    body_ptr, head = ceil_to_vector(row_ptr)
     if not HAS_EDGES:
         head = 0
     body = tl.maximum(real_columns - head, 0) // VEC * VEC
     first = part * span_blocks * BLOCK
     stop = tl.minimum(first + span_blocks * BLOCK, body)
-    offs_u, offs_t = tl.arange(0, UNROLL)[:, None, None], tl.arange(0, THREADS)[None, :, None]
-    offs = (offs_u * THREADS + offs_t) * VEC + tl.arange(0, VEC)[None, None, :]
     # One block ahead: while a block is summed up, the next one is on its way.
-    z = tl.load(body_ptr + first + offs, mask=first + offs < stop, other=-float("inf"))
+    block = _load_block(body_ptr, first, stop, UNROLL, THREADS, VEC)
 
     target = tl.load(target_ptr).to(tl.int64)
     owned = (part == 0) & (target >= start) & (target < start + real_columns)
@@ -127,9 +163,9 @@ def span_statistics(
     n = tl.zeros([THREADS], dtype=tl.float32)
     if HAS_EDGES:
         lane = tl.arange(0, THREADS)
-        after = head + body + lane - LINE // SIZE
+        after = head + body + lane - VEC
         in_head = (lane < head) & (lane < real_columns)
-        in_tail = (lane >= LINE // SIZE) & (after < real_columns)
+        in_tail = (lane >= VEC) & (after < real_columns)
         edge = (part == PARTS - 1) & (in_head | in_tail)
         m = tl.load(row_ptr + tl.where(in_head, lane, after), mask=edge, other=-float("inf")).to(tl.float32)
         n = edge.to(tl.float32)
@@ -140,13 +176,14 @@ def span_statistics(
     s = tl.where(n > 0.0, x, 0.0)
 
     at = first
-    for block in range(first + BLOCK, stop, BLOCK):
-        next_z = tl.load(body_ptr + block + offs, mask=block + offs < stop, other=-float("inf"))
-        m, r, d, lost, s = _add_block(z, True, m, r, d, lost, s, n, True, HAS_SMOOTHING, UNROLL, THREADS, VEC)
+    for next_at in range(first + BLOCK, stop, BLOCK):
+        next_block = _load_block(body_ptr, next_at, stop, UNROLL, THREADS, VEC)
+        m, r, d, lost, s = _add_block(block, True, m, r, d, lost, s, n, True, HAS_SMOOTHING, UNROLL, THREADS, VEC)
         n += UNROLL * VEC
-        z, at = next_z, block
-    mask = at + offs < stop
-    m, r, d, lost, s = _add_block(z, mask, m, r, d, lost, s, n, False, HAS_SMOOTHING, UNROLL, THREADS, VEC)
+        block, at = next_block, next_at
+    offs_u, offs_t = tl.arange(0, UNROLL)[:, None, None], tl.arange(0, THREADS)[None, :, None]
+    mask = at + (offs_u * THREADS + offs_t) * VEC + tl.arange(0, VEC)[None, None, :] < stop
+    m, r, d, lost, s = _add_block(block, mask, m, r, d, lost, s, n, False, HAS_SMOOTHING, UNROLL, THREADS, VEC)
 
     row_m = tl.max(m, axis=0)
     base = tl.where(row_m == -float("inf"), 0.0, row_m)
@@ -206,7 +243,6 @@ def row_statistics_kernel(
     PARTS: tl.constexpr,
     UNROLL: tl.constexpr,
     THREADS: tl.constexpr,
-    LINE: tl.constexpr,
 ):
     row, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     _, m, d, z_y, s, columns = span_statistics(
@@ -222,7 +258,6 @@ def row_statistics_kernel(
         PARTS,
         UNROLL,
         THREADS,
-        LINE,
     )
     FIELDS: tl.constexpr = 5 if HAS_SMOOTHING else 3
     out_ptr = stats_ptr + part * (FIELDS * n_rows) + row
@@ -261,7 +296,6 @@ def row_loss_kernel(
     HAS_SMOOTHING: tl.constexpr,
     UNROLL: tl.constexpr,
     THREADS: tl.constexpr,
-    LINE: tl.constexpr,
 ):
     row = tl.program_id(0)
     target, m, d, z_y, s, _ = span_statistics(
@@ -277,7 +311,6 @@ def row_loss_kernel(
         1,
         UNROLL,
         THREADS,
-        LINE,
     )
     loss = row_loss(m, d, z_y, s, target, real_columns, ignore_index, smoothing_weight, target_weight, HAS_SMOOTHING)
     tl.store(loss_ptr + row, loss)

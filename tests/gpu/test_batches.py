@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.compiler import LazyDict
 
 from te_ce import vocab_parallel_cross_entropy
 
@@ -41,8 +43,26 @@ def test_nothing_is_launched_more_often_than_needed() -> None:
         g = torch.ones(64, device="cuda")
         vocab_parallel_cross_entropy(logits, target, inplace=False).backward(g)
         logits.grad = None
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             vocab_parallel_cross_entropy(logits, target, inplace=False).backward(g)
             torch.cuda.synchronize()
         kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
         assert len(kernels) == launches, kernels
+
+
+def test_a_profilers_hook_sees_every_launch() -> None:
+    logits = torch.randn(64, 32_000, device="cuda", requires_grad=True)
+    target = torch.randint(32_000, (64,), device="cuda")
+    names: list[str] = []
+
+    def hook(metadata: LazyDict) -> None:
+        names.append(metadata.get()["name"])
+
+    for _ in range(2):
+        vocab_parallel_cross_entropy(logits, target, inplace=False).sum().backward()
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        vocab_parallel_cross_entropy(logits, target, inplace=False).sum().backward()
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert names == ["row_loss_kernel", "logits_gradient_kernel"]

@@ -66,22 +66,35 @@ def test_replayed_with_new_data(columns: int, alpha: float, reduction: str) -> N
         assert (grad[:ignored] == 0).all()
 
 
+class _Head(torch.autograd.Function):
+    """Logits that only the loss holds; whether their gradient arrived in their storage is recorded."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, taken: list[bool]) -> Tensor:  # type: ignore[no-untyped-def, override]
+        logits = hidden @ weight
+        ctx.address, ctx.taken = logits.data_ptr(), taken
+        ctx.save_for_backward(hidden, weight)
+        return logits
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def, override]
+        ctx.taken.append(grad.data_ptr() == ctx.address)
+        hidden, weight = ctx.saved_tensors
+        return grad @ weight.t(), hidden.t() @ grad, None
+
+
 def test_logits_made_in_the_graph_are_overwritten() -> None:
     hidden = torch.randn(_ROWS, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     weight = torch.randn(64, 50_304, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     target = torch.randint(50_304, (_ROWS,), device="cuda")
 
     def step() -> tuple[Tensor, ...]:
-        loss = vocab_parallel_cross_entropy(hidden @ weight, target)
+        loss = vocab_parallel_cross_entropy(_Head.apply(hidden, weight, taken), target)
         return loss.detach(), *torch.autograd.grad(loss.sum(), (hidden, weight))
 
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    taken: list[bool] = []
     graph, outputs = _captured(step)
-    logits_bytes = _ROWS * 50_304 * 2
-    kept = sum(output.numel() * output.element_size() for output in outputs)
-    # The graph's pool held the logits once, not twice; outside it nothing is left.
-    assert torch.cuda.memory_allocated() - before < kept + logits_bytes
+    assert taken[-1], "in the captured step"
     with torch.no_grad():
         hidden.normal_()
         target.random_(50_304)
@@ -90,6 +103,8 @@ def test_logits_made_in_the_graph_are_overwritten() -> None:
         assert torch.equal(replayed, expected)
 
 
+# torch's own warning about its own warm-up on a side stream.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 def test_graphed_callables() -> None:
     logits = torch.randn(_ROWS, 32_000, device="cuda", requires_grad=True)
     target = torch.randint(32_000, (_ROWS,), device="cuda")

@@ -18,6 +18,12 @@ from te_ce.backend import Backend
 from te_ce.problem import ShardProblem
 
 
+def forget_problems() -> None:
+    """Have the next call resolve its problem anew."""
+    problem_module.resolve_problem.cache_clear()
+    te_ce.call._resolved.clear()
+
+
 @dataclasses.dataclass(frozen=True)
 class Subject:
     """A backend on a device.
@@ -50,9 +56,9 @@ class Subject:
     def reading_in_parts_of(self, columns: int) -> Iterator[None]:
         """Within: rows of more than `columns` columns a rank are read in parts, as very long ones are."""
         with mock.patch.object(problem_module, "WHOLE_COLUMNS", columns):
-            problem_module.resolve_problem.cache_clear()
+            forget_problems()
             yield
-        problem_module.resolve_problem.cache_clear()
+        forget_problems()
 
     def loss(self, logits: Tensor, target: Tensor, **keywords: object) -> Tensor:
         """The public function, served by this backend."""

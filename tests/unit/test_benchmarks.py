@@ -321,3 +321,31 @@ def test_ranks_of_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert rows[3]["collectives"] == 0
     report.write(tmp_path)
     assert "## Vocabulary over ranks" in (tmp_path / "README.md").read_text()
+
+
+def test_tuning_ranks_by_relative_times() -> None:
+    from benchmarks.tune import rank
+
+    # Half a millisecond lost at the large vocabulary weighs less than a third lost at the small one.
+    times = {("a",): {1000: 0.3, 100_000: 3.0}, ("b",): {1000: 0.2, 100_000: 3.5}}
+    assert [candidate for _, candidate in rank(times)] == [("b",), ("a",)]
+    assert rank(times)[0][0] == pytest.approx((3.5 / 3.0) ** 0.5)
+
+
+def test_tuning_uses_the_candidate_and_puts_the_choice_back() -> None:
+    from benchmarks.tune import CONSTANTS, chosen
+    from te_ce.kernels import shapes
+
+    for constant in CONSTANTS:
+        for candidate in constant.candidates:
+            before = shapes.walk_plan(constant.dtype, 70_000, 2, constant.smoothed)
+            tile = shapes.gradient_tile(constant.dtype, 70_000)
+            with chosen(constant, candidate):
+                if constant.backward:
+                    size, thread_bytes = candidate
+                    elements, warps = shapes.gradient_tile(constant.dtype, 70_000)
+                    assert (elements * constant.dtype.itemsize, size // (32 * warps)) == (size, thread_bytes)
+                else:
+                    assert shapes.walk_plan(constant.dtype, 70_000, 2, constant.smoothed).shape == candidate[0]
+            assert shapes.walk_plan(constant.dtype, 70_000, 2, constant.smoothed) == before
+            assert shapes.gradient_tile(constant.dtype, 70_000) == tile

@@ -98,14 +98,52 @@ def test_in_place_breaks_the_graph_and_is_right() -> None:
     assert torch.equal(hidden.grad, expected.grad)
 
 
-def test_errors_name_the_argument() -> None:
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"alpha": 0.1}, TypeError, "unexpected keyword 'alpha'"),
+        ({"label_smoothing": 1.5}, ValueError, "label_smoothing: expected a number in"),
+        ({"label_smoothing": "0.1"}, TypeError, "label_smoothing: expected a number, got str"),
+        ({"reduction": "avg"}, ValueError, "reduction: expected one of none, sum, mean, got 'avg'"),
+        ({"check_targets": 1}, TypeError, "check_targets: expected a bool"),
+        ({"ignore_index": True}, TypeError, "ignore_index: expected an int, got bool"),
+        ({"vocab_size": 41}, ValueError, "vocab_size: expected at most the 40 columns"),
+        ({"inplace": "maybe"}, ValueError, "inplace: expected"),
+        ({"shard": VocabShard(0, 20, 40)}, ValueError, "shard: expected logits with"),
+    ],
+    ids=str,
+)
+# torch's own, about the functions that it then traces one by one on the way to the error.
+@pytest.mark.filterwarnings("ignore:.*lru_cache.*:UserWarning")
+def test_errors_are_those_of_eager(keywords: dict[str, Any], error: type[Exception], message: str) -> None:
     hidden, weight, target = _inputs()
-    with pytest.raises(Exception, match="unexpected keyword 'alpha'"):
-        _compiled(vocab_parallel_cross_entropy)(hidden @ weight, target, alpha=0.1)
+    logits = (hidden @ weight).detach()
+    with pytest.raises(error, match=message):
+        vocab_parallel_cross_entropy(logits, target, **keywords)
+    with pytest.raises(error, match=message):
+        torch.compile(vocab_parallel_cross_entropy, backend="aot_eager")(logits, target, **keywords)
     torch._dynamo.reset()
-    with pytest.raises(ValueError, match="label_smoothing: expected a number in"):
-        _compiled(vocab_parallel_cross_entropy)((hidden @ weight).detach(), target, label_smoothing=1.5)
-    torch._dynamo.reset()
+    # Where there is no eager to fall back to, torch names the error in its own.
+    with pytest.raises((error, torch._dynamo.exc.Unsupported), match=message):
+        _compiled(vocab_parallel_cross_entropy)(logits, target, **keywords)
+
+
+def test_targets_are_checked_once_and_not_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Tensor] = []
+    monkeypatch.setattr("te_ce.call.raise_for_bad_targets", lambda target, problem, group: checked.append(target))
+    hidden, weight, target = _inputs()
+    for keywords in ({"check_targets": True}, {}):
+        monkeypatch.setenv("TE_CE_CHECK_TARGETS", "0" if keywords else "1")
+        logits = (hidden @ weight).detach().requires_grad_()
+        loss = _compiled(vocab_parallel_cross_entropy)(logits, target, **keywords)
+        assert len(checked) == 1
+        loss.sum().backward()
+        assert len(checked) == 1
+        checked.clear()
+
+
+def test_bad_targets_raise() -> None:
+    hidden, weight, target = _inputs()
     with pytest.raises(IndexError, match="rank 0 has 6 bad row"):
         _compiled(vocab_parallel_cross_entropy)((hidden @ weight).detach(), target + 20, check_targets=True)
 

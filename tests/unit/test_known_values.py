@@ -107,7 +107,7 @@ def test_float16_sums_are_made_in_float32(subject: Subject) -> None:
 
 
 def test_float16_mean_of_many_rows_does_not_overflow(subject: Subject) -> None:
-    rows = 70_000 if "interpreter" not in subject.name else 2_000
+    rows = 70_000 if "interpreter" not in subject.name else 100
     logits = torch.zeros(rows, 2, dtype=torch.float16, device=subject.device)
     logits[:, 0] = math.log(math.e - 1)
     target = torch.ones(rows, dtype=torch.int64, device=subject.device)

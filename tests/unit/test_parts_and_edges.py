@@ -55,10 +55,15 @@ def _amid_nan(rows: int, columns: int, stride: int, offset: int, dtype: torch.dt
     return rows_view, storage
 
 
-# Less than a vector, whole vectors, a part of one more, one block (2048 or 4096) and a little.
-@pytest.mark.parametrize("columns", [1, 2, 7, 8, 9, 15, 16, 33, 300, 2047, 4099])
-@pytest.mark.parametrize("offset", range(8))
-@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+# Less than a vector, whole vectors, a part of one more, a line and more, one block and a little; every place in a
+# vector for bfloat16, whose vectors are the longest, and a few for the others.
+_PLACES = [(torch.bfloat16, offset, columns) for offset in range(8) for columns in (1, 7, 9, 16, 33, 300)]
+_PLACES += [(torch.bfloat16, offset, columns) for offset in (0, 3, 77) for columns in (2, 8, 15, 2047, 4099)]
+_PLACES += [(torch.float32, offset, columns) for offset in (0, 1, 3, 30) for columns in (1, 3, 5, 64, 1025)]
+_PLACES += [(torch.float16, offset, columns) for offset in (0, 5) for columns in (7, 129)]
+
+
+@pytest.mark.parametrize(("dtype", "offset", "columns"), _PLACES, ids=str)
 def test_rows_anywhere_in_a_vector(subject: Subject, dtype: torch.dtype, offset: int, columns: int) -> None:
     rows = 3
     view, storage = _amid_nan(rows, columns, columns + 3, offset, dtype)

@@ -71,6 +71,27 @@ def test_a_row_has_the_same_bits_in_any_batch(subject: Subject, columns: int, al
             torch.testing.assert_close(part.grad[0], whole.grad[row], rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.1])
+@pytest.mark.parametrize("columns", [40, 1032, 4104])
+def test_the_place_of_a_row_beyond_16_bytes_does_not_matter(subject: Subject, columns: int, alpha: float) -> None:
+    # Whole vectors of 16 bytes, but no whole lines of memory: in a batch, rows begin elsewhere in their lines.
+    random = torch.Generator().manual_seed(29)
+    row = torch.randn(columns, generator=random).mul_(3).bfloat16().to(subject.device)
+    target = torch.tensor([columns // 2], device=subject.device)
+    storage = torch.zeros(128 + columns, dtype=torch.bfloat16, device=subject.device)
+    results = []
+    for offset in range(0, 72, 8):
+        logits = storage[offset : offset + columns].view(1, columns)
+        logits.copy_(row)
+        leaf = logits.detach().requires_grad_()
+        loss = subject.loss(leaf, target, label_smoothing=alpha, inplace=False)
+        (grad,) = torch.autograd.grad(loss.sum(), leaf)
+        results.append((loss.detach(), grad))
+    for loss, grad in results:
+        assert torch.equal(loss, results[0][0])
+        assert torch.equal(grad, results[0][1])
+
+
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("inplace", ["auto", False, True])
 def test_nothing_waits_for_the_device(subject: Subject, reduction: str, inplace: object) -> None:
