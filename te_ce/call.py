@@ -39,6 +39,8 @@ def resolve_call(
     Raises:
         TypeError, ValueError: an argument is wrong; before any collective.
     """
+    # Every time: a group may have been destroyed since.
+    check_group(group)
     key = _key(logits, target, group, options, shard, inplace)
     try:
         kept = _resolved.get(key)
@@ -74,7 +76,6 @@ def _check(
 ) -> tuple[ShardProblem, ProcessGroup | None]:
     """The problem, and the group if it has other ranks."""
     check_inputs(logits, target)
-    check_group(group)
     ranks = group_size(group)
     problem = ShardProblem.resolve(options, resolve_shard(shard, logits.shape[-1], group), ranks)
     check_inplace(inplace, logits)

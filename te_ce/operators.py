@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
+import torch.fx.node
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -105,6 +106,10 @@ def _call(
 ) -> tuple[Tensor, Tensor, LossCall]:
     process_group = None if group is None else c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
     return resolve_call(logits, target, process_group, options, None if shard is None else VocabShard(*shard), False)
+
+
+# A rank that does not use its loss must take part in the all-gather all the same, and hear of bad targets.
+torch.fx.node.has_side_effect(torch.ops.te_ce.loss.default)
 
 
 @_loss.register_fake

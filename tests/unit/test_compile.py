@@ -142,6 +142,23 @@ def test_targets_are_checked_once_and_not_in_backward(monkeypatch: pytest.Monkey
         checked.clear()
 
 
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_loss_that_nobody_uses_is_made(needs_grad: bool) -> None:
+    # On a group, the other ranks wait for this one's statistics.
+    def step(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        vocab_parallel_cross_entropy(hidden @ weight, target, check_targets=True)
+        return hidden * 2
+
+    hidden, weight, target = _inputs()
+    hidden.requires_grad_(needs_grad)
+    before = sum(counters.served().values())
+    compiled = _compiled(step)
+    compiled(hidden, weight, target)
+    assert sum(counters.served().values()) == before + 1
+    with pytest.raises(IndexError, match="bad row"):
+        compiled(hidden, weight, target + 20)
+
+
 def test_bad_targets_raise() -> None:
     hidden, weight, target = _inputs()
     with pytest.raises(IndexError, match="rank 0 has 6 bad row"):
