@@ -1,6 +1,6 @@
 """Block shapes: fixed choices by dtype, columns and smoothing. Never by rows: a row's bits do not depend on the batch.
 
-Chosen on an H200 by `python -m benchmarks.tune`, which prints the times behind them; nothing is tuned at run time.
+Chosen on an H200; `python -m benchmarks.tune` measures the candidates there or elsewhere. Nothing is tuned at run time.
 """
 
 from __future__ import annotations

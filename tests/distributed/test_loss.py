@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor.debug import CommDebugMode
 
-from te_ce import LossOptions, VocabShard
+from te_ce import LossOptions, VocabShard, vocab_parallel_cross_entropy
 from tests.support.bounds import check_gradient, check_loss
 from tests.support.broken import BROKEN
 from tests.support.cases import CASES, Case
@@ -273,3 +273,36 @@ def test_a_rank_without_a_valid_token(subject: Subject, tp_group: ProcessGroup) 
     x = values[:-1].double()
     expected = torch.nn.functional.cross_entropy(x.view(-1, 8), targets[:-1].reshape(-1), reduction="sum") / 4
     assert abs(total.item() - expected.item()) < 1e-5
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1])
+def test_compiled_on_a_group(subject: Subject, tp_group: ProcessGroup, alpha: float) -> None:
+    def step(logits: Tensor, target: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(logits * 2, target, group=tp_group, label_smoothing=alpha)
+
+    random = torch.Generator().manual_seed(31 + dist.get_rank(tp_group))
+    logits = torch.randn(4, 24, generator=random).to(subject.device)
+    target = torch.arange(4, device=subject.device) * 5
+    torch._dynamo.reset()
+    results = []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        leaf = logits.clone().requires_grad_()
+        loss = function(leaf, target)
+        loss.sum().backward()
+        results.append((loss.detach(), leaf.grad))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+def test_a_compiled_loss_that_one_rank_does_not_use(subject: Subject, tp_group: ProcessGroup) -> None:
+    def step(logits: Tensor, target: Tensor) -> Tensor:
+        loss = vocab_parallel_cross_entropy(logits, target, group=tp_group)
+        return loss if used else logits * 2
+
+    used = dist.get_rank(tp_group) == 0
+    torch._dynamo.reset()
+    logits = torch.ones(3, 8, device=subject.device)
+    target = torch.zeros(3, dtype=torch.int64, device=subject.device)
+    # Rank 0 waits for the statistics of the others.
+    torch.compile(step, backend="aot_eager", fullgraph=True)(logits, target)
+    dist.barrier(tp_group)
