@@ -27,6 +27,7 @@ test: venv
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto tests/unit \
 		--must-pass-on torch-cpu --must-pass-on triton-interpreter
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto tests/compiled tests/megatron
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTEST) tests/compile
 	for ranks in $(RANKS); do \
 		TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(TORCHRUN) $$ranks -m pytest -q tests/distributed \
 			--must-pass-on torch-cpu --must-pass-on triton-interpreter || exit 1; \

@@ -8,7 +8,8 @@ backward, tell each of these from the sole owner:
 
 What the sole owner shows depends on the versions of Python and torch, so it is measured once, on a small CPU tensor,
 and trusted only where the same measurement tells apart every other case. Wherever the answer is in doubt it is no:
-one more buffer, never a wrong value.
+one more buffer, never a wrong value. So it is while a debugger, or torch's compiler after some graph breaks, evaluates
+the interpreter's frames: calls then hold one reference more, which cannot be told from an owner.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class OwnerCounts(NamedTuple):
     storage: int
     storage_references: int
     tensor: int
-    tensor_references: int  # beyond those of an object that one local variable holds
+    tensor_references: int
 
     def within(self, other: OwnerCounts) -> bool:
         """Whether no count exceeds that of `other`."""
@@ -36,7 +37,7 @@ class OwnerCounts(NamedTuple):
 
 
 # The most that a sole owner was ever seen to show (Python 3.11 and 3.12); a calibration above it is not believed.
-_HIGHEST_BELIEVED = OwnerCounts(storage=2, storage_references=3, tensor=2, tensor_references=1)
+_HIGHEST_BELIEVED = OwnerCounts(storage=2, storage_references=3, tensor=2, tensor_references=4)
 
 
 def owner_counts(tensor: Tensor) -> OwnerCounts | None:
@@ -56,21 +57,10 @@ def owner_counts(tensor: Tensor) -> OwnerCounts | None:
             torch._C._storage_Use_Count(storage._cdata),
             sys.getrefcount(storage),
             tensor._use_count(),  # type: ignore[attr-defined]
-            sys.getrefcount(tensor) - _references_of_an_argument(),
+            sys.getrefcount(tensor),
         )
     except (AttributeError, RuntimeError):
         return None
-
-
-def _references_of_an_argument() -> int:
-    """References to what one local variable of the caller holds, as seen inside a call: one more while torch's compiler
-    or a debugger evaluates the interpreter's frames, which torch goes on with after some graph breaks."""
-    local = object()
-    return _references(local)
-
-
-def _references(argument: object) -> int:
-    return sys.getrefcount(argument)
 
 
 def is_sole_owner(counts: OwnerCounts | None) -> bool:

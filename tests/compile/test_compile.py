@@ -1,4 +1,8 @@
-"""torch.compile of functions that contain the loss: eager's numbers, one graph."""
+"""torch.compile of functions that contain the loss: eager's numbers, one graph.
+
+In a process of their own: after some of them torch goes on evaluating the interpreter's frames, and no other test there
+could see the gradient take over the logits (see te_ce/ownership.py).
+"""
 
 from __future__ import annotations
 
@@ -81,6 +85,17 @@ def test_logits_that_the_caller_drops_are_not_overwritten_in_a_graph() -> None:
     loss, logits = torch.compile(step, backend="aot_eager", fullgraph=True)(hidden, weight, target)
     loss.sum().backward()
     assert torch.equal(logits, hidden @ weight)
+
+
+def test_kept_logits_are_kept_after_a_broken_graph() -> None:
+    hidden, weight, target = _inputs()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        _compiled(vocab_parallel_cross_entropy)((hidden @ weight).detach().requires_grad_(), target, inplace=True)
+    for _ in range(50):
+        logits = hidden @ weight
+        before = logits.detach().clone()
+        vocab_parallel_cross_entropy(logits, target).sum().backward()
+        assert torch.equal(logits, before)
 
 
 # torch's own look at the logits, where it leaves the graph.
