@@ -4,6 +4,7 @@ measure     stopwatches, bandwidths, memory, host time
 problem     logits, targets and upstream gradients of one shape, and their float64 truth
 providers   every implementation behind one interface
 results     the columns of results.csv, and tables made of them
+arguments   the command line that two commands share
 compare     one provider on one problem: check, then time; and the loop over all of them
 logits      command: one process
 tp          command: vocabulary over the ranks of torchrun

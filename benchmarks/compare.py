@@ -11,7 +11,6 @@ import dataclasses
 import gc
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -167,22 +166,6 @@ def attempt(provider: Provider, problem: Problem, setting: Setting) -> Row:
         return {"status": "failed", "note": reason(error)}
 
 
-def add_arguments(parser: argparse.ArgumentParser, shapes: list[str], runs: int, names: list[str]) -> None:
-    """The arguments that both commands take."""
-    parser.add_argument("--shapes", nargs="+", type=_shape, default=list(map(_shape, shapes)), metavar="NxV")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--providers", nargs="+", default=names, choices=list(registry.LOADERS), metavar="NAME")
-    parser.add_argument(
-        "--skip", nargs="+", default=[], type=_skip, metavar="NAME[@NxV]", help="leave a provider (at a shape) out"
-    )
-    parser.add_argument("--runs", type=int, default=runs, help="timed runs of each function")
-    parser.add_argument("--label-smoothing", type=float, default=0.0, help="also measure with this much smoothing")
-    parser.add_argument("--ignored", type=float, default=0.0, help="also measure with this share of ignored rows")
-    parser.add_argument("--padding", type=int, default=0, help="also measure with this many columns as padding")
-    parser.add_argument("--commit", help="of the code that is measured, where git can't tell")
-    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder of results.csv")
-
-
 def ceilings(device: torch.device) -> Bandwidth:
     """The bandwidths of this device, also on stderr."""
     found = bandwidth(device)
@@ -285,22 +268,3 @@ def _progress(row: Row) -> str:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _skip(text: str) -> str:
-    name, _, shape = text.partition("@")
-    if name not in registry.LOADERS:
-        raise argparse.ArgumentTypeError(f"expected one of {', '.join(registry.LOADERS)}, got {name!r}")
-    if shape:
-        _shape(shape)
-    return text
-
-
-def _shape(text: str) -> tuple[int, int]:
-    try:
-        rows, columns = map(int, text.split("x"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected rows x columns such as 8192x128256, got {text!r}") from None
-    if rows < 1 or columns < 1:
-        raise argparse.ArgumentTypeError(f"expected at least one row and one column, got {text!r}")
-    return rows, columns

@@ -12,7 +12,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-from benchmarks.compare import Setting, add_arguments, ceilings, run
+from benchmarks.arguments import add_arguments
+from benchmarks.compare import Setting, ceilings, run
 from benchmarks.measure import Stopwatch
 from benchmarks.providers import LOADERS
 from benchmarks.results import Row

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import providers as registry
-from benchmarks.compare import Setting, Trial, add_arguments, ceilings, release, run
+from benchmarks.arguments import add_arguments
+from benchmarks.compare import Setting, Trial, ceilings, release, run
 from benchmarks.measure import Bandwidth, Stopwatch, on_gpu
 from benchmarks.problem import Case, Problem
 from benchmarks.providers import Provider

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 import torch.fx.node
-from torch import Tensor
+from torch import Tensor, library
 from torch.distributed import ProcessGroup
 
 from te_ce.autograd import Inplace, LossCall, forward
@@ -49,7 +49,7 @@ def loss_in_graph(
     return reduce_loss(loss, target, resolved.reduction, resolved.ignore_index)
 
 
-@torch.library.custom_op("te_ce::loss", mutates_args=())
+@library.custom_op("te_ce::loss", mutates_args=())
 def _loss(
     logits: Tensor,
     target: Tensor,
@@ -68,7 +68,7 @@ def _loss(
     return forward(logits, target, call)
 
 
-@torch.library.custom_op("te_ce::logits_gradient", mutates_args=())
+@library.custom_op("te_ce::logits_gradient", mutates_args=())
 def _logits_gradient(
     logits: Tensor,
     target: Tensor,

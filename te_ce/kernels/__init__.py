@@ -1,8 +1,8 @@
 """Triton kernels of the loss, and the check that this Triton can run them.
 
 Kernels: `statistics` (one read of the logits), `merge` (statistics of parts and shards to the loss), `gradient`
-(recomputed from the statistics); what they share: `numerics`, `rows` (addresses). Launching them: `launch` (the same
-functions as `te_ce.reference`), `shapes` (of blocks), `launcher` (starts a kernel that was started before).
+(recomputed from the statistics); what they share: `walk` (over a row), `numerics`, `rows` (addresses). Launching them:
+`launch` (the same functions as `te_ce.reference`), `shapes` (of blocks), `launcher` (starts what was started before).
 """
 
 from __future__ import annotations

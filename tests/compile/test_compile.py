@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from te_ce import LossOptions, VocabShard, counters, vocab_parallel_cross_entropy
 
@@ -183,4 +183,4 @@ def test_bad_targets_raise() -> None:
 def test_the_operators_keep_torchs_rules() -> None:
     hidden, weight, target = _inputs(torch.float64)
     arguments = ((hidden @ weight).detach().requires_grad_(), target, -100, 0.1, "uniform", None, False, None, None)
-    torch.library.opcheck(torch.ops.te_ce.loss.default, arguments)
+    library.opcheck(torch.ops.te_ce.loss.default, arguments)

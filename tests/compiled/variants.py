@@ -10,7 +10,7 @@ from types import ModuleType
 
 import triton
 
-from te_ce.kernels import gradient, merge, rows, statistics
+from te_ce.kernels import gradient, merge, rows, statistics, walk
 from tests.compiled.build import GRADIENT, MERGE, ROW_LOSS, STATISTICS
 
 _MODULES: dict[str, ModuleType] = {
@@ -21,23 +21,30 @@ _MODULES: dict[str, ModuleType] = {
 }
 
 
+# What kernels import, in the order in which they import each other.
+_HELPERS = (rows, walk)
+
+
 def changed_kernel(name: str, old: str, new: str, folder: Path) -> triton.JITFunction:
-    """The kernel `name` with `old`, which must occur once in its file or in that of row addresses, replaced by `new`.
+    """The kernel `name` with `old`, which must occur once in its file and those of its helpers, replaced by `new`.
 
     Args:
         folder: where the changed files are written; Triton reads a kernel's source from its file.
     """
-    source, helper = inspect.getsource(_MODULES[name]), inspect.getsource(rows)
-    if source.count(old) + helper.count(old) != 1:
-        found = source.count(old) + helper.count(old)
+    sources = {module: inspect.getsource(module) for module in (*_HELPERS, _MODULES[name])}
+    found = sum(source.count(old) for source in sources.values())
+    if found != 1:
         raise ValueError(f"{name}: expected {old!r} once in its source, found it {found} times; update the test")
-    changed_rows = _module(f"changed_rows_for_{name}", helper.replace(old, new), folder)
-    sys.modules[changed_rows.__name__] = changed_rows
-    source = source.replace(old, new).replace(rows.__name__, changed_rows.__name__)
-    try:
-        kernel: triton.JITFunction = getattr(_module(f"changed_{name}", source, folder), name)
-    finally:
-        del sys.modules[changed_rows.__name__]
+    renamed = {module.__name__: f"changed_{module.__name__.rpartition('.')[2]}_for_{name}" for module in sources}
+    for module, source in sources.items():
+        changed = source.replace(old, new)
+        for before, after in renamed.items():
+            changed = changed.replace(before, after)
+        made = _module(renamed[module.__name__], changed, folder)
+        sys.modules[made.__name__] = made
+    for after in renamed.values():
+        del sys.modules[after]
+    kernel: triton.JITFunction = getattr(made, name)
     return kernel
 
 

@@ -304,5 +304,8 @@ def test_a_compiled_loss_that_one_rank_does_not_use(subject: Subject, tp_group: 
     logits = torch.ones(3, 8, device=subject.device)
     target = torch.zeros(3, dtype=torch.int64, device=subject.device)
     # Rank 0 waits for the statistics of the others.
-    torch.compile(step, backend="aot_eager", fullgraph=True)(logits, target)
+    result = torch.compile(step, backend="aot_eager", fullgraph=True)(logits, target)
     dist.barrier(tp_group)
+    # Eager, on every rank.
+    loss = vocab_parallel_cross_entropy(logits, target, group=tp_group)
+    assert torch.equal(result, loss if used else logits * 2)
