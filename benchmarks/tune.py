@@ -83,8 +83,7 @@ def chosen(constant: Constant, candidate: tuple[object, ...]) -> Iterator[None]:
 
 
 def _forget() -> None:
-    kept = (shapes.walk_plan, shapes.gradient_tile, launch._statistics_launch, launch._loss_launch)
-    for function in (*kept, launch._gradient_launch):
+    for function in (shapes.walk_plan, shapes.gradient_tile, launch._walk_launch, launch._gradient_launch):
         function.cache_clear()
 
 

@@ -32,7 +32,7 @@ def row_statistics(logits: Tensor, target: Tensor, problem: ShardProblem) -> Ten
         launch(
             row_statistics_kernel,
             tensors,
-            _statistics_launch(part.grid, part.n_rows, n_rows, at, logits.dtype, problem),
+            _walk_launch(part.grid, part.n_rows, n_rows, at, logits.dtype, problem, False),
         )
     return stats
 
@@ -48,7 +48,7 @@ def row_loss(logits: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Ten
     for part in row_parts(target.shape, (logits, target)):
         at = part.tensors[0].data_ptr() % LINE_BYTES
         tensors = (*part.tensors, *_from_row(part.first, loss, saved))
-        launch(row_loss_kernel, tensors, _loss_launch(part.grid, part.n_rows, n_rows, at, logits.dtype, problem))
+        launch(row_loss_kernel, tensors, _walk_launch(part.grid, part.n_rows, n_rows, at, logits.dtype, problem, True))
     return loss, saved
 
 
@@ -88,11 +88,14 @@ def logits_gradient(
 
 
 @functools.lru_cache(maxsize=256)
-def _statistics_launch(
-    grid: RowGrid, n_rows: int, all_rows: int, at: int, dtype: torch.dtype, problem: ShardProblem
+def _walk_launch(
+    grid: RowGrid, n_rows: int, all_rows: int, at: int, dtype: torch.dtype, problem: ShardProblem, to_the_loss: bool
 ) -> Launch:
+    """Of the statistics, or of the loss of whole rows."""
     shape, span_blocks, has_tail = walk_plan(dtype, problem.real_columns, problem.parts, problem.is_smoothed)
     edges = has_tail or not _begin_at(grid, 0, at, dtype, VECTOR_BYTES)
+    weights = (problem.smoothing_weight, problem.target_weight) if to_the_loss else ()
+    parts = () if to_the_loss else (problem.parts,)
     return Launch(
         programs=n_rows * problem.parts,
         sizes=(
@@ -103,32 +106,9 @@ def _statistics_launch(
             problem.start,
             problem.real_columns,
             problem.ignore_index,
+            *weights,
         ),
-        constants=(grid.inner > 1, edges, problem.is_smoothed, problem.parts, shape.unroll, shape.threads),
-        num_warps=shape.num_warps,
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _loss_launch(
-    grid: RowGrid, n_rows: int, all_rows: int, at: int, dtype: torch.dtype, problem: ShardProblem
-) -> Launch:
-    shape, span_blocks, has_tail = walk_plan(dtype, problem.real_columns, 1, problem.is_smoothed)
-    edges = has_tail or not _begin_at(grid, 0, at, dtype, VECTOR_BYTES)
-    return Launch(
-        programs=n_rows,
-        sizes=(
-            grid.inner,
-            *grid.flat_strides,
-            all_rows,
-            span_blocks,
-            problem.start,
-            problem.real_columns,
-            problem.ignore_index,
-            problem.smoothing_weight,
-            problem.target_weight,
-        ),
-        constants=(grid.inner > 1, edges, problem.is_smoothed, shape.unroll, shape.threads),
+        constants=(grid.inner > 1, edges, problem.is_smoothed, *parts, shape.unroll, shape.threads),
         num_warps=shape.num_warps,
     )
 
