@@ -25,6 +25,8 @@ class LossCall(NamedTuple):
     group: ProcessGroup | None  # None: of one rank
     backend: Backend
     inplace: Inplace
+    reads_in_place: bool  # the logits where they lie; False: a copy
+    checks_targets: bool
 
 
 def forward(logits: Tensor, target: Tensor, call: LossCall) -> tuple[Tensor, Tensor]:
@@ -85,7 +87,7 @@ def _gradient(
 ) -> Tensor:
     """Gradient of the logits, in their storage or in a new one."""
     if not overwrite:
-        out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
         call.backend.logits_gradient(logits, target, readable(grad_loss), saved, out, call.problem)
         return out
     # Before the first write: a backward that is interrupted and tried again must raise.

@@ -23,7 +23,7 @@ from te_ce.problem import ShardProblem
 from te_ce.shard import VocabShard, resolve_shard
 
 _KEPT = 64
-_resolved: dict[Any, tuple[ShardProblem, ProcessGroup | None]] = {}
+_resolved: dict[Any, LossCall] = {}
 
 
 def resolve_call(
@@ -43,26 +43,26 @@ def resolve_call(
     check_group(group)
     key = _key(logits, target, group, options, shard, inplace)
     try:
-        kept = _resolved.get(key)
+        call = _resolved.get(key)
     except TypeError:  # not hashable: some argument is no such thing at all
-        key = kept = None
-    problem, communicated = kept or _check(logits, target, group, options, shard, inplace)
-    if key and not kept:
-        if len(_resolved) >= _KEPT:
-            _resolved.clear()
-        _resolved[key] = problem, communicated
-    backend = choose_backend(logits)
-    if not readable_in_place(logits):
+        key = call = None
+    if call is None:
+        call = _check(logits, target, group, options, shard, inplace)
+        if key:
+            if len(_resolved) >= _KEPT:
+                _resolved.clear()
+            _resolved[key] = call
+    if not call.reads_in_place:
         logits = logits.resolve_neg().contiguous()
-    return logits, readable(target), LossCall(problem, communicated, backend, inplace)
+    return logits, readable(target), call
 
 
-def check_targets(target: Tensor, call: LossCall, options: LossOptions) -> None:
+def check_targets(target: Tensor, call: LossCall) -> None:
     """Raise an IndexError on every rank where any rank has a bad target, if the options or the environment ask for it.
 
     One all-gather and a host synchronisation then.
     """
-    if options.check_targets or environment.check_targets_requested():
+    if call.checks_targets:
         raise_for_bad_targets(target, call.problem, call.group)
 
 
@@ -73,13 +73,19 @@ def _check(
     options: LossOptions,
     shard: VocabShard | None,
     inplace: Inplace,
-) -> tuple[ShardProblem, ProcessGroup | None]:
-    """The problem, and the group if it has other ranks."""
+) -> LossCall:
     check_inputs(logits, target)
     ranks = group_size(group)
     problem = ShardProblem.resolve(options, resolve_shard(shard, logits.shape[-1], group), ranks)
     check_inplace(inplace, logits)
-    return problem, group if ranks > 1 else None
+    return LossCall(
+        problem=problem,
+        group=group if ranks > 1 else None,
+        backend=choose_backend(logits),
+        inplace=inplace,
+        reads_in_place=readable_in_place(logits),
+        checks_targets=options.check_targets or environment.check_targets_requested(),
+    )
 
 
 def _key(
@@ -100,4 +106,4 @@ def _key(
     of_logits = (logits.shape, logits.stride(), logits.dtype, logits.device)
     of_target = (target.shape, target.stride(), target.dtype, target.device)
     # True == 1, which is not a value of `inplace`.
-    return (*of_logits, *of_target, group, options, shard, inplace, type(inplace))
+    return (*of_logits, *of_target, group, options, shard, inplace, type(inplace), *environment.settings())

@@ -10,8 +10,15 @@ from __future__ import annotations
 
 import os
 
+_NAMES = ("TE_CE_CHECK_TARGETS", "TE_CE_BACKEND", "TRITON_INTERPRET")
 _BOOLEANS = {"": False, "0": False, "1": True}
 _BACKENDS = ("auto", "torch", "triton")
+
+
+def settings() -> tuple[str | None, ...]:
+    """The variables as they are now, unread: equal as long as nothing below changes its answer."""
+    # Not `get`, which finds out by an exception that a variable is not there.
+    return tuple([os.environ[name] if name in os.environ else None for name in _NAMES])  # noqa: SIM401
 
 
 def check_targets_requested() -> bool:

@@ -7,7 +7,6 @@ walked from outside, one launch per index, instead of being copied.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -30,16 +29,15 @@ class RowGrid(NamedTuple):
     flat_strides: tuple[int, ...]
 
 
-class RowPart(NamedTuple):
-    """Rows [first, first + n_rows) of a call, as views of its tensors, and how they fold."""
+class RowCut(NamedTuple):
+    """Rows [first, first + n_rows) of a call: every tensor's `tensor[place]`, and how they fold."""
 
+    place: tuple[int, ...]
     first: int
     n_rows: int
-    tensors: tuple[Tensor, ...]
     grid: RowGrid
 
 
-@functools.lru_cache(maxsize=256)
 def fold_rows(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> RowGrid | None:
     """Fold the row dimensions that all tensors step through alike; None if more than two remain.
 
@@ -67,22 +65,23 @@ def fold_rows(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> R
     return RowGrid(sizes[0] if len(sizes) == 2 else 1, steps, tuple(step for pair in steps for step in pair))
 
 
-def row_parts(shape: Sequence[int], tensors: Sequence[Tensor], first: int = 0) -> list[RowPart]:
+def cut_rows(
+    shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...], place: tuple[int, ...] = (), first: int = 0
+) -> list[RowCut]:
     """Cut a call into the fewest parts whose rows fold: one, unless three or more row dimensions resist.
 
     Args:
-        shape: sizes of the row dimensions, the leading dimensions of every tensor.
-        tensors: each with `shape` as its leading dimensions.
-        first: flat index of the first row.
+        shape: sizes of the row dimensions.
+        strides: of each tensor, the strides of these dimensions.
+        place, first: where these rows lie in the call.
     """
-    grid = fold_rows(tuple(shape), tuple([tensor.stride()[: len(shape)] for tensor in tensors]))
+    grid = fold_rows(shape, strides)
     if grid is not None:
-        return [RowPart(first, math.prod(shape), tuple(tensors), grid)]
+        return [RowCut(place, first, math.prod(shape), grid)]
     count = math.prod(shape[1:])
+    inner = tuple(tensor[1:] for tensor in strides)
     return [
-        part
-        for index in range(shape[0])
-        for part in row_parts(shape[1:], [tensor[index] for tensor in tensors], first + index * count)
+        cut for outer in range(shape[0]) for cut in cut_rows(shape[1:], inner, (*place, outer), first + outer * count)
     ]
 
 

@@ -71,7 +71,7 @@ def _eager_loss(
 ) -> Tensor:
     resolved = resolve_options(options, loss_options)
     logits, target, call = resolve_call(logits, target, group, resolved, shard, inplace)
-    check_targets(target, call, resolved)
+    check_targets(target, call)
     loss: Tensor = VocabParallelCrossEntropy.apply(logits, target, call)
     return reduce_loss(loss, target, resolved.reduction, resolved.ignore_index)
 

@@ -64,7 +64,7 @@ def _loss(
     """Loss [..] per row and saved [2, N]; float32, or float64 for float64 logits. One all-gather over `group`."""
     options = _options(ignore_index, label_smoothing, smoothing, vocab_size, must_check_targets)
     logits, target, call = _call(logits, target, options, group, shard)
-    check_targets(target, call, options)
+    check_targets(target, call)
     return forward(logits, target, call)
 
 

@@ -87,7 +87,8 @@ def resolve_options(options: LossOptions | None, fields: dict[str, Any]) -> Loss
         TypeError: both were given, a keyword is not a field of `LossOptions`, or `options` is something else.
     """
     if options is None:
-        unknown = fields.keys() - _FIELD_NAMES
+        # Not a difference of sets, which torch.compile of torch 2.11 cannot trace.
+        unknown = [name for name in fields if name not in _FIELD_NAMES]
         if unknown:
             raise TypeError(
                 f"unexpected keyword {min(unknown)!r}: expected a field of LossOptions ({', '.join(_FIELD_NAMES)})"

@@ -7,6 +7,7 @@ besides its tensors depends on their layout and on the problem only, and is kept
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,24 +17,18 @@ from te_ce.kernels.launcher import Launch, launch
 from te_ce.kernels.merge import merge_statistics_kernel
 from te_ce.kernels.shapes import LINE_BYTES, MERGE_TILE, VECTOR_BYTES, gradient_tile, walk_plan
 from te_ce.kernels.statistics import row_loss_kernel, row_statistics_kernel
-from te_ce.layout import RowGrid, row_parts
+from te_ce.layout import RowCut, RowGrid, cut_rows
 from te_ce.problem import ShardProblem
+
+Strides = tuple[int, ...]
 
 
 def row_statistics(logits: Tensor, target: Tensor, problem: ShardProblem) -> Tensor:
     """See `te_ce.reference.row_statistics`; rows with neighbouring columns contiguous are read in place."""
-    n_rows, parts = target.numel(), problem.parts
-    stats = torch.empty((parts, problem.fields, n_rows), dtype=torch.float32, device=logits.device)
-    if n_rows == 0:
-        return stats
-    for part in row_parts(target.shape, (logits, target)):
-        at = part.tensors[0].data_ptr() % LINE_BYTES
-        tensors = (*part.tensors, stats[:, :, part.first :] if part.first else stats)
-        launch(
-            row_statistics_kernel,
-            tensors,
-            _walk_launch(part.grid, part.n_rows, n_rows, at, logits.dtype, problem, False),
-        )
+    size = (problem.parts, problem.fields, target.numel())
+    stats = torch.empty(size, dtype=torch.float32, device=logits.device)
+    for place, first, how in _walk_launches(_layout(logits, target), logits.stride(), target.stride(), problem, False):
+        launch(row_statistics_kernel, how, _rows(logits, place), _rows(target, place), _from_row(stats, first))
     return stats
 
 
@@ -41,27 +36,19 @@ def row_loss(logits: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Ten
     """See `te_ce.reference.row_loss`; one launch where rows are not split into parts."""
     if problem.parts > 1:
         return merge_statistics(row_statistics(logits, target, problem), target, problem)
-    n_rows = target.numel()
     loss, saved = _outputs(target)
-    if n_rows == 0:
-        return loss, saved
-    for part in row_parts(target.shape, (logits, target)):
-        at = part.tensors[0].data_ptr() % LINE_BYTES
-        tensors = (*part.tensors, *_from_row(part.first, loss, saved))
-        launch(row_loss_kernel, tensors, _walk_launch(part.grid, part.n_rows, n_rows, at, logits.dtype, problem, True))
+    for place, first, how in _walk_launches(_layout(logits, target), logits.stride(), target.stride(), problem, True):
+        tensors = (_rows(logits, place), _rows(target, place), _from_row(loss, first), _from_row(saved, first))
+        launch(row_loss_kernel, how, *tensors)
     return loss, saved
 
 
 def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Tensor, Tensor]:
     """See `te_ce.reference.merge_statistics`."""
-    n_parts, _, n_rows = gathered.shape
     loss, saved = _outputs(target)
-    if n_rows == 0:
-        return loss, saved
-    for part in row_parts(target.shape, (target,)):
-        rows = gathered[:, :, part.first :] if part.first else gathered
-        tensors = (rows, *part.tensors, *_from_row(part.first, loss, saved))
-        launch(merge_statistics_kernel, tensors, _merge_launch(part.grid, part.n_rows, n_rows, n_parts, problem))
+    for place, first, how in _merge_launches(_layout(gathered, target), target.stride(), gathered.shape[0], problem):
+        tensors = (_from_row(gathered, first), _rows(target, place), _from_row(loss, first), _from_row(saved, first))
+        launch(merge_statistics_kernel, how, *tensors)
     return loss, saved
 
 
@@ -69,81 +56,148 @@ def logits_gradient(
     logits: Tensor, target: Tensor, grad_loss: Tensor, saved: Tensor, out: Tensor, problem: ShardProblem
 ) -> None:
     """See `te_ce.reference.logits_gradient`."""
-    n_columns = logits.shape[-1]
-    if logits.numel() == 0:
-        return
-    for part in row_parts(target.shape, (logits, target, grad_loss, out)):
-        logits_part, target_part, grad_part, out_part = part.tensors
-        at, out_at = logits_part.data_ptr() % LINE_BYTES, out_part.data_ptr() % LINE_BYTES
-        tensors = (logits_part, target_part, grad_part, saved[:, part.first :] if part.first else saved, out_part)
-        launch(
-            logits_gradient_kernel,
-            tensors,
-            _gradient_launch(part.grid, part.n_rows, saved.shape[1], n_columns, at, out_at, logits.dtype, problem),
+    strides = (logits.stride(), target.stride(), grad_loss.stride(), out.stride())
+    out_at = out.data_ptr() % LINE_BYTES
+    for place, first, how in _gradient_launches(
+        _layout(logits, target), strides, logits.shape[-1], out_at, grad_loss.dtype, problem
+    ):
+        tensors = (
+            _rows(logits, place),
+            _rows(target, place),
+            _rows(grad_loss, place),
+            _from_row(saved, first),
         )
+        launch(logits_gradient_kernel, how, *tensors, _rows(out, place))
 
 
-# The arguments of the functions below: `grid` and `n_rows` of a part of a call of `all_rows` rows; `at`, the bytes by
-# which the logits begin after a line of memory does.
+def _rows(tensor: Tensor, place: tuple[int, ...]) -> Tensor:
+    return tensor[place] if place else tensor
+
+
+def _from_row(tensor: Tensor, first: int) -> Tensor:
+    """[.., N], contiguous, as the kernels take it: row `first` of the first field is where it begins."""
+    return tensor.view(-1)[first:] if first else tensor
+
+
+def _outputs(target: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss [..] and what is saved of it [2, N]."""
+    loss = torch.empty(target.shape, dtype=torch.float32, device=target.device)
+    return loss, torch.empty((2, target.numel()), dtype=torch.float32, device=target.device)
+
+
+class _Layout(NamedTuple):
+    """What the launches of a call depend on besides strides; `at` counts the bytes from a line to the first tensor."""
+
+    shape: torch.Size  # of the rows
+    dtype: torch.dtype  # of the first tensor
+    target_dtype: torch.dtype
+    device: int
+    at: int
+
+
+def _layout(tensor: Tensor, target: Tensor) -> _Layout:
+    return _Layout(target.shape, tensor.dtype, target.dtype, tensor.get_device(), tensor.data_ptr() % LINE_BYTES)
+
+
+# The launches of a call, mostly one: the place of their rows in the tensors, the number of the first one, the launch.
+_Launches = tuple[tuple[tuple[int, ...], int, Launch], ...]
 
 
 @functools.lru_cache(maxsize=256)
-def _walk_launch(
-    grid: RowGrid, n_rows: int, all_rows: int, at: int, dtype: torch.dtype, problem: ShardProblem, to_the_loss: bool
-) -> Launch:
+def _walk_launches(
+    layout: _Layout, logits_stride: Strides, target_stride: Strides, problem: ShardProblem, to_the_loss: bool
+) -> _Launches:
     """Of the statistics, or of the loss of whole rows."""
+    dtype = layout.dtype
     shape, span_blocks, has_tail = walk_plan(dtype, problem.real_columns, problem.parts, problem.is_smoothed)
-    edges = has_tail or not _begin_at(grid, 0, at, dtype, VECTOR_BYTES)
     weights = (problem.smoothing_weight, problem.target_weight) if to_the_loss else ()
     parts = () if to_the_loss else (problem.parts,)
-    return Launch(
-        programs=n_rows * problem.parts,
-        sizes=(
-            grid.inner,
-            *grid.flat_strides,
-            all_rows,
-            span_blocks,
-            problem.start,
-            problem.real_columns,
-            problem.ignore_index,
-            *weights,
-        ),
-        constants=(grid.inner > 1, edges, problem.is_smoothed, *parts, shape.unroll, shape.threads),
-        num_warps=shape.num_warps,
+
+    def launch_of(cut: RowCut) -> Launch:
+        edges = has_tail or not _begin_at(cut.grid, 0, _at(layout.at, cut, logits_stride, dtype), dtype, VECTOR_BYTES)
+        return Launch(
+            device=layout.device,
+            dtypes=(dtype, layout.target_dtype),
+            programs=cut.n_rows * problem.parts,
+            sizes=(
+                cut.grid.inner,
+                *cut.grid.flat_strides,
+                layout.shape.numel(),
+                span_blocks,
+                problem.start,
+                problem.real_columns,
+                problem.ignore_index,
+                *weights,
+            ),
+            constants=(cut.grid.inner > 1, edges, problem.is_smoothed, *parts, shape.unroll, shape.threads),
+            num_warps=shape.num_warps,
+        )
+
+    cuts = cut_rows(layout.shape, (logits_stride[:-1], target_stride))
+    return tuple((cut.place, cut.first, launch_of(cut)) for cut in cuts if cut.n_rows)
+
+
+@functools.lru_cache(maxsize=256)
+def _merge_launches(layout: _Layout, target_stride: Strides, n_parts: int, problem: ShardProblem) -> _Launches:
+    def launch_of(cut: RowCut) -> Launch:
+        return Launch(
+            device=layout.device,
+            dtypes=(layout.target_dtype,),
+            programs=-(-cut.n_rows // MERGE_TILE.elements),
+            sizes=(
+                cut.n_rows,
+                n_parts,
+                layout.shape.numel(),
+                cut.grid.inner,
+                *cut.grid.flat_strides,
+                problem.classes,
+                problem.ignore_index,
+                problem.smoothing_weight,
+                problem.target_weight,
+            ),
+            constants=(cut.grid.inner > 1, problem.is_smoothed, MERGE_TILE.elements),
+            num_warps=MERGE_TILE.num_warps,
+        )
+
+    return tuple(
+        (cut.place, cut.first, launch_of(cut)) for cut in cut_rows(layout.shape, (target_stride,)) if cut.n_rows
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _merge_launch(grid: RowGrid, n_rows: int, all_rows: int, n_parts: int, problem: ShardProblem) -> Launch:
-    return Launch(
-        programs=-(-n_rows // MERGE_TILE.elements),
-        sizes=(
-            n_rows,
-            n_parts,
-            all_rows,
-            grid.inner,
-            *grid.flat_strides,
-            problem.classes,
-            problem.ignore_index,
-            problem.smoothing_weight,
-            problem.target_weight,
-        ),
-        constants=(grid.inner > 1, problem.is_smoothed, MERGE_TILE.elements),
-        num_warps=MERGE_TILE.num_warps,
-    )
+def _gradient_launches(
+    layout: _Layout,
+    strides: tuple[Strides, ...],
+    n_columns: int,
+    out_at: int,
+    grad_dtype: torch.dtype,
+    problem: ShardProblem,
+) -> _Launches:
+    """`strides` of logits, target, gradient of the loss, and gradient of the logits, which begins at `out_at`."""
+    logits_stride, target_stride, grad_stride, out_stride = strides
+    if n_columns == 0:
+        return ()
+
+    def launch_of(cut: RowCut) -> Launch:
+        at = _at(layout.at, cut, logits_stride, layout.dtype)
+        return _gradient_launch(
+            layout, cut, n_columns, at, _at(out_at, cut, out_stride, layout.dtype), grad_dtype, problem
+        )
+
+    cuts = cut_rows(layout.shape, (logits_stride[:-1], target_stride, grad_stride, out_stride[:-1]))
+    return tuple((cut.place, cut.first, launch_of(cut)) for cut in cuts if cut.n_rows)
 
 
-@functools.lru_cache(maxsize=256)
 def _gradient_launch(
-    grid: RowGrid,
-    n_rows: int,
-    all_rows: int,
+    layout: _Layout,
+    cut: RowCut,
     n_columns: int,
     at: int,
     out_at: int,
-    dtype: torch.dtype,
+    grad_dtype: torch.dtype,
     problem: ShardProblem,
 ) -> Launch:
+    dtype, grid = layout.dtype, cut.grid
     tile = gradient_tile(dtype, n_columns)
     before = 0 if _begin_at(grid, 0, at, dtype, LINE_BYTES) else LINE_BYTES // dtype.itemsize - 1
     n_tiles = -(-(n_columns + before) // tile.elements)
@@ -154,11 +208,13 @@ def _gradient_launch(
         for step, out_step in zip(grid.strides[0], grid.strides[3], strict=True)
     )
     return Launch(
-        programs=n_rows * n_tiles,
+        device=layout.device,
+        dtypes=(dtype, layout.target_dtype, grad_dtype),
+        programs=cut.n_rows * n_tiles,
         sizes=(
             grid.inner,
             *grid.flat_strides,
-            all_rows,
+            layout.shape.numel(),
             n_columns,
             n_tiles,
             problem.start,
@@ -173,17 +229,12 @@ def _gradient_launch(
     )
 
 
+def _at(at: int, cut: RowCut, strides: Strides, dtype: torch.dtype) -> int:
+    """Bytes from a line to the rows of `cut`, of a tensor that begins `at` bytes after one."""
+    offset = sum(step * stride for step, stride in zip(cut.place, strides, strict=False))
+    return (at + offset * dtype.itemsize) % LINE_BYTES
+
+
 def _begin_at(grid: RowGrid, index: int, at: int, dtype: torch.dtype, multiple: int) -> bool:
     """Whether all rows of tensor `index`, which begins `at` bytes after a line, begin at multiples of so many bytes."""
     return at % multiple == 0 and all(step * dtype.itemsize % multiple == 0 for step in grid.strides[index])
-
-
-def _outputs(target: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss [..] and what is saved of it [2, N]."""
-    loss = torch.empty(target.shape, dtype=torch.float32, device=target.device)
-    return loss, torch.empty((2, target.numel()), dtype=torch.float32, device=target.device)
-
-
-def _from_row(first: int, loss: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
-    """The outputs from row `first` on."""
-    return (loss.view(-1)[first:], saved[:, first:]) if first else (loss, saved)

@@ -6,7 +6,8 @@ variant depends on are the dtypes and the constants, so these find it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 import torch
 import triton
@@ -23,47 +24,67 @@ _MAX_GRID = 2**31 - 1
 _variants: dict[tuple[Any, ...], CompiledKernel] = {}
 
 
-class Launch(NamedTuple):
-    """A launch but for its tensors.
+# Found by identity; `_kept` is filled by the first launch.
+@dataclasses.dataclass(slots=True, eq=False)
+class Launch:
+    """A launch but for its tensors, for tensors of one layout on one device.
 
     Attributes:
+        device: index of the tensors' device, -1 for the CPU.
+        dtypes: of those tensors whose dtype the caller chose.
         programs: of the grid.
         sizes, constants: the kernel's arguments after the tensors, in its order. Sizes that the kernel does not declare
             as 64 bits wide fit into 32.
         num_warps: of a program.
     """
 
+    device: int
+    dtypes: tuple[torch.dtype, ...]
     programs: int
     sizes: tuple[int | float, ...]
     constants: tuple[Any, ...]
     num_warps: int
+    _kept: tuple[Any, ...] | None = None
 
 
-def launch(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], how: Launch) -> None:
-    """Run `kernel` on the device and current stream of the tensors.
+def launch(kernel: triton.JITFunction, how: Launch, *tensors: Tensor) -> None:
+    """Run `kernel` on the current stream of the tensors' device.
 
     Raises:
         ValueError: more programs than a grid holds.
     """
-    programs, sizes, constants, num_warps = how
-    if programs > _MAX_GRID:
-        raise ValueError(f"logits: expected at most {_MAX_GRID} tiles in one call, got {programs}; split the rows")
-    device = tensors[0].get_device()
-    key = (id(kernel), device, tensors[0].dtype, tensors[1].dtype, constants, num_warps)
-    variant = _variants.get(key)
+    device, kept = how.device, how._kept
     # Triton launches on the current device.
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            launch(kernel, tensors, how)
-    elif variant is None:
-        variant = kernel[programs,](*tensors, *sizes, *constants, num_warps=num_warps, **COMPILE_OPTIONS)
-        # The interpreter has no variants.
-        if isinstance(variant, CompiledKernel):
-            _variants[key] = variant
+            launch(kernel, how, *tensors)
+    elif kept is None:
+        _launch_first(kernel, how, tensors)
     elif not (knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls):
-        # What `variant[programs, 1, 1](...)` does, but for what only a profiler's hooks need.
-        stream = driver.active.get_current_stream(device)
-        run, function, metadata = variant.run, variant.function, variant.packed_metadata
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *tensors, *sizes, *constants)
+        # What `variant[programs, 1, 1](...)` does, but for what only a profiler's hooks need. Addresses instead of
+        # tensors: Triton would ask the driver about each.
+        run, function, metadata, stream, arguments = kept
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        run(how.programs, 1, 1, stream(device), function, metadata, None, None, None, *addresses, *arguments)
     else:
-        variant[programs, 1, 1](*tensors, *sizes, *constants)
+        _variants[_key(kernel, how)][how.programs, 1, 1](*tensors, *how.sizes, *how.constants)
+
+
+def _launch_first(kernel: triton.JITFunction, how: Launch, tensors: tuple[Tensor, ...]) -> None:
+    programs, arguments = how.programs, (*how.sizes, *how.constants)
+    if programs > _MAX_GRID:
+        raise ValueError(f"logits: expected at most {_MAX_GRID} tiles in one call, got {programs}; split the rows")
+    variant = _variants.get(_key(kernel, how))
+    if variant is None:
+        variant = kernel[programs,](*tensors, *arguments, num_warps=how.num_warps, **COMPILE_OPTIONS)
+        # The interpreter has no variants.
+        if not isinstance(variant, CompiledKernel):
+            return
+        _variants[_key(kernel, how)] = variant
+    else:
+        variant[programs, 1, 1](*tensors, *arguments)
+    how._kept = (variant.run, variant.function, variant.packed_metadata, driver.active.get_current_stream, arguments)
+
+
+def _key(kernel: triton.JITFunction, how: Launch) -> tuple[Any, ...]:
+    return id(kernel), how.device, how.dtypes, how.constants, how.num_warps

@@ -6,22 +6,28 @@ import contextlib
 import dataclasses
 import gc
 from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
 import te_ce.call
 import te_ce.problem as problem_module
 from te_ce import LossOptions, VocabShard, vocab_parallel_cross_entropy
+from te_ce.autograd import LossCall
 from te_ce.backend import Backend
 from te_ce.problem import ShardProblem
 
 
-def forget_problems() -> None:
-    """Have the next call resolve its problem anew."""
-    problem_module.resolve_problem.cache_clear()
-    te_ce.call._resolved.clear()
+def forget_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the next call go through the kernels that `te_ce.kernels.launch` names then."""
+    from te_ce.kernels import launch, launcher
+
+    monkeypatch.setattr(launcher, "_variants", {})
+    for launches in (launch._walk_launches, launch._merge_launches, launch._gradient_launches):
+        launches.cache_clear()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +43,8 @@ class Subject:
     backend: Backend
     device: torch.device
     ulps: dict[torch.dtype, float] = dataclasses.field(default_factory=dict)
+    # Calls that it resolved, from test to test.
+    resolved: dict[Any, LossCall] = dataclasses.field(default_factory=dict, compare=False)
 
     def allowed_ulps(self, dtype: torch.dtype) -> float:
         return self.ulps.get(dtype, 0.5)
@@ -49,16 +57,20 @@ class Subject:
             # Not a recording mock: one that keeps its arguments would be another owner of the logits.
             return self.backend
 
-        with mock.patch.object(te_ce.call, "choose_backend", choose):
+        with mock.patch.multiple(te_ce.call, choose_backend=choose, _resolved=self.resolved):
             yield
 
     @contextlib.contextmanager
     def reading_in_parts_of(self, columns: int) -> Iterator[None]:
         """Within: rows of more than `columns` columns a rank are read in parts, as very long ones are."""
         with mock.patch.object(problem_module, "WHOLE_COLUMNS", columns):
-            forget_problems()
+            self._forget_problems()
             yield
-        forget_problems()
+        self._forget_problems()
+
+    def _forget_problems(self) -> None:
+        problem_module.resolve_problem.cache_clear()
+        self.resolved.clear()
 
     def loss(self, logits: Tensor, target: Tensor, **keywords: object) -> Tensor:
         """The public function, served by this backend."""

@@ -68,6 +68,7 @@ def test_a_failing_kernel_raises(monkeypatch: pytest.MonkeyPatch, subject: Subje
 
     broken = subject.backend._replace(row_loss=fail)
     monkeypatch.setattr("te_ce.call.choose_backend", lambda logits: broken)
+    monkeypatch.setattr("te_ce.call._resolved", {})
     before = counters.served()
     with pytest.raises(RuntimeError, match="out of resources"):
         vocab_parallel_cross_entropy(torch.zeros(3, 8, device=subject.device), _TARGET.to(subject.device))

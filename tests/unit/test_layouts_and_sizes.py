@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from te_ce import LossOptions, VocabShard
-from te_ce.layout import fold_rows, may_share_memory, readable_in_place, row_parts, row_slices
+from te_ce.layout import cut_rows, fold_rows, may_share_memory, readable_in_place, row_slices
 from tests.support.bounds import check_gradient, check_loss
 from tests.support.dense import dense
-from tests.support.subject import Subject
+from tests.support.subject import Subject, forget_launches
 
 
 def _random(*shape: int) -> Tensor:
@@ -96,7 +96,7 @@ def test_more_rows_than_a_grid_axis_of_65535(subject: Subject, monkeypatch: pyte
 
 def _grids(subject: Subject, rows: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Grids of the launches for so many rows, read whole and in parts; nothing is run."""
-    from te_ce.kernels import launch, launcher
+    from te_ce.kernels import launch
 
     grids: list[tuple[int, ...]] = []
 
@@ -105,7 +105,7 @@ def _grids(subject: Subject, rows: int, monkeypatch: pytest.MonkeyPatch) -> list
             grids.append(grid)
             return lambda *args, **kwargs: None
 
-    monkeypatch.setattr(launcher, "_variants", {})
+    forget_launches(monkeypatch)
     for name in ("row_loss_kernel", "row_statistics_kernel", "merge_statistics_kernel", "logits_gradient_kernel"):
         monkeypatch.setattr(launch, name, Spy())
     logits = torch.zeros(rows, 4, device=subject.device, requires_grad=True)
@@ -185,9 +185,10 @@ def test_parts_and_slices_cover_every_row_once(permutation: tuple[int, ...]) -> 
     tensor = ids.permute(sorted(range(3), key=permutation.__getitem__)).clone().permute(permutation)
     flat = tensor.reshape(-1).tolist()
     found: list[int] = []
-    for part in row_parts(tensor.shape, (tensor,)):
+    for part in cut_rows(tensor.shape, (tensor.stride(),)):
         (outer, inner) = part.grid.strides[0]
-        view = part.tensors[0]
+        assert part.first == len(found)
+        view = tensor[part.place]
         memory = torch.as_strided(view, (24,), (1,), 0).tolist()
         base = view.storage_offset()
         found += [

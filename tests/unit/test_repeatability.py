@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_ce import LossOptions
-from tests.support.subject import Subject
+from tests.support.subject import Subject, forget_launches
 
 _SYNCS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "item", "_to_copy_to_host")
 
@@ -117,7 +117,7 @@ def test_kernel_arguments_are_distinct_tensors(
         # The twin launches nothing; its in-place behaviour is tested with the public function.
         assert subject.backend.name == "torch"
         return
-    from te_ce.kernels import launch, launcher
+    from te_ce.kernels import launch
 
     launches: list[str] = []
 
@@ -138,13 +138,14 @@ def test_kernel_arguments_are_distinct_tensors(
 
     whole = ["row_loss_kernel", "logits_gradient_kernel"]
     in_parts = ["row_statistics_kernel", "merge_statistics_kernel", "logits_gradient_kernel"]
-    monkeypatch.setattr(launcher, "_variants", {})
+    forget_launches(monkeypatch)
     for name in {*whole, *in_parts}:
         spy(name)
     leaf = torch.randn(4, 16, device=subject.device).to(dtype).requires_grad_()
     target = torch.tensor([1, -100, 3, 2], device=subject.device)
     subject.loss(leaf, target, label_smoothing=alpha, inplace=False).sum().backward()
     assert launches == whole
+    forget_launches(monkeypatch)
     with subject.reading_in_parts_of(8):
         subject.loss(leaf, target, label_smoothing=alpha, inplace=False).sum().backward()
     assert launches == whole + in_parts
