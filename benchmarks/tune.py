@@ -83,7 +83,7 @@ def chosen(constant: Constant, candidate: tuple[object, ...]) -> Iterator[None]:
 
 
 def _forget() -> None:
-    for function in (shapes.walk_plan, shapes.gradient_tile, launch._walk_launch, launch._gradient_launch):
+    for function in (shapes.walk_plan, shapes.gradient_tile, launch._walk_launches, launch._gradient_launches):
         function.cache_clear()
 
 
