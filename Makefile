@@ -34,7 +34,8 @@ test: venv
 	done
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTEST) tests/example
 ifneq ($(GPUS),0)
-	$(PYTEST) tests/unit tests/gpu --must-pass-on triton-cuda
+	$(PYTEST) tests/unit tests/gpu --ignore tests/gpu/test_compile_on_gpu.py --must-pass-on triton-cuda
+	$(PYTEST) tests/gpu/test_compile_on_gpu.py
 	$(TORCHRUN) $(GPUS) -m pytest -q tests/distributed --must-pass-on triton-cuda
 endif
 

@@ -108,7 +108,7 @@ def _profile(step: Any) -> list[str]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
