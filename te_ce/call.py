@@ -74,6 +74,7 @@ def _check(
     shard: VocabShard | None,
     inplace: Inplace,
 ) -> LossCall:
+    """See `resolve_call`; what it gives depends on nothing but `_key`."""
     check_inputs(logits, target)
     ranks = group_size(group)
     problem = ShardProblem.resolve(options, resolve_shard(shard, logits.shape[-1], group), ranks)

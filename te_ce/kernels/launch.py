@@ -7,6 +7,7 @@ besides its tensors depends on their layout and on the problem only, and is kept
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -81,8 +82,9 @@ def _from_row(tensor: Tensor, first: int) -> Tensor:
 
 def _outputs(target: Tensor) -> tuple[Tensor, Tensor]:
     """Loss [..] and what is saved of it [2, N]."""
-    loss = torch.empty(target.shape, dtype=torch.float32, device=target.device)
-    return loss, torch.empty((2, target.numel()), dtype=torch.float32, device=target.device)
+    # On the host half as dear as `torch.empty` with a shape and a device.
+    loss = torch.empty_like(target, dtype=torch.float32, memory_format=torch.contiguous_format)
+    return loss, loss.new_empty((2, loss.numel()))
 
 
 class _Layout(NamedTuple):
@@ -101,6 +103,17 @@ def _layout(tensor: Tensor, target: Tensor) -> _Layout:
 
 # The launches of a call, mostly one: the place of their rows in the tensors, the number of the first one, the launch.
 _Launches = tuple[tuple[tuple[int, ...], int, Launch], ...]
+
+
+def _launches(cuts: list[RowCut], launch_of: Callable[[RowCut], Launch]) -> _Launches:
+    """Launches of the cuts that have rows; those that differ in addresses only share one."""
+    distinct: dict[object, Launch] = {}
+    launches = []
+    for cut in cuts:
+        if cut.n_rows:
+            how = launch_of(cut)
+            launches.append((cut.place, cut.first, distinct.setdefault((how.programs, how.sizes, how.constants), how)))
+    return tuple(launches)
 
 
 @functools.lru_cache(maxsize=256)
@@ -133,8 +146,7 @@ def _walk_launches(
             num_warps=shape.num_warps,
         )
 
-    cuts = cut_rows(layout.shape, (logits_stride[:-1], target_stride))
-    return tuple((cut.place, cut.first, launch_of(cut)) for cut in cuts if cut.n_rows)
+    return _launches(cut_rows(layout.shape, (logits_stride[:-1], target_stride)), launch_of)
 
 
 @functools.lru_cache(maxsize=256)
@@ -159,9 +171,7 @@ def _merge_launches(layout: _Layout, target_stride: Strides, n_parts: int, probl
             num_warps=MERGE_TILE.num_warps,
         )
 
-    return tuple(
-        (cut.place, cut.first, launch_of(cut)) for cut in cut_rows(layout.shape, (target_stride,)) if cut.n_rows
-    )
+    return _launches(cut_rows(layout.shape, (target_stride,)), launch_of)
 
 
 @functools.lru_cache(maxsize=256)
@@ -184,8 +194,9 @@ def _gradient_launches(
             layout, cut, n_columns, at, _at(out_at, cut, out_stride, layout.dtype), grad_dtype, problem
         )
 
-    cuts = cut_rows(layout.shape, (logits_stride[:-1], target_stride, grad_stride, out_stride[:-1]))
-    return tuple((cut.place, cut.first, launch_of(cut)) for cut in cuts if cut.n_rows)
+    return _launches(
+        cut_rows(layout.shape, (logits_stride[:-1], target_stride, grad_stride, out_stride[:-1])), launch_of
+    )
 
 
 def _gradient_launch(

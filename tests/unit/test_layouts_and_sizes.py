@@ -12,6 +12,7 @@ from torch import Tensor
 
 from te_ce import LossOptions, VocabShard
 from te_ce.layout import cut_rows, fold_rows, may_share_memory, readable_in_place, row_slices
+from te_ce.problem import ShardProblem
 from tests.support.bounds import check_gradient, check_loss
 from tests.support.dense import dense
 from tests.support.subject import Subject, forget_launches
@@ -222,3 +223,21 @@ def test_lazily_negated_inputs(subject: Subject, which: str) -> None:
             subject.loss(torch._neg_view(logits), target, inplace=True)
     else:
         assert torch.equal(subject.loss(logits, torch._neg_view(-target)), subject.loss(logits, target))
+
+
+def test_launches_that_differ_in_addresses_only_are_kept_once(subject: Subject) -> None:
+    if not subject.name.startswith("triton"):
+        # The twin launches nothing.
+        assert subject.backend.name == "torch"
+        return
+    from te_ce.kernels import launch
+
+    # Three row dimensions that do not fold: one launch for each index of the first.
+    logits = torch.zeros(4, 3, 5, 8, device=subject.device).permute(2, 1, 0, 3)
+    target = torch.zeros(5, 3, 4, dtype=torch.int64, device=subject.device)
+    problem = ShardProblem.resolve(LossOptions(), VocabShard(0, 8, 8))
+    launches = launch._walk_launches(
+        launch._layout(logits, target), logits.stride(), target.stride(), problem, to_the_loss=True
+    )
+    assert [(place, first) for place, first, _ in launches] == [((index,), 12 * index) for index in range(5)]
+    assert len({id(how) for _, _, how in launches}) == 1
