@@ -17,7 +17,8 @@ import torch
 
 from benchmarks.measure import Stopwatch
 from te_ce import LossOptions, VocabShard
-from te_ce.kernels import launch, shapes
+from te_ce.kernels import launch, launch_gradient, shapes
+from te_ce.outputs import OutputGrads
 from te_ce.problem import ShardProblem
 
 ROWS = 8192
@@ -83,8 +84,10 @@ def chosen(constant: Constant, candidate: tuple[object, ...]) -> Iterator[None]:
 
 
 def _forget() -> None:
-    for function in (shapes.walk_plan, shapes.gradient_tile, launch._walk_launches, launch._gradient_launches):
-        function.cache_clear()
+    shapes.walk_plan.cache_clear()
+    shapes.gradient_tile.cache_clear()
+    for launches in (launch._statistics_launches, launch._loss_launches, launch_gradient._gradient_launches):
+        launches.cache_clear()
 
 
 def _step(constant: Constant, columns: int, device: torch.device) -> Callable[[object], object]:
@@ -95,9 +98,9 @@ def _step(constant: Constant, columns: int, device: torch.device) -> Callable[[o
     target = torch.randint(columns, (ROWS,), device=device)
     if not constant.backward:
         return lambda _: launch.row_loss(logits, target, problem)
-    _, saved = launch.row_loss(logits, target, problem)
-    g, out = torch.rand(ROWS, device=device), torch.empty_like(logits)
-    return lambda _: launch.logits_gradient(logits, target, g, saved, out, problem)
+    _, saved, _ = launch.row_loss(logits, target, problem)
+    grads, out = OutputGrads(torch.rand(ROWS, device=device)), torch.empty_like(logits)
+    return lambda _: launch_gradient.logits_gradient(logits, target, grads, saved, out, problem)
 
 
 def main(command: list[str] | None = None) -> None:

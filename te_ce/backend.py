@@ -14,32 +14,46 @@ import torch
 from torch import Tensor
 
 from te_ce import environment
+from te_ce.outputs import OutputGrads
 from te_ce.problem import ShardProblem
 
 
 class RowStatistics(Protocol):
     """See `te_ce.reference.row_statistics`."""
 
-    def __call__(self, logits: Tensor, target: Tensor, problem: ShardProblem) -> Tensor: ...
+    def __call__(
+        self, logits: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None
+    ) -> Tensor: ...
 
 
 class RowLoss(Protocol):
     """See `te_ce.reference.row_loss`."""
 
-    def __call__(self, logits: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Tensor, Tensor]: ...
+    def __call__(
+        self, logits: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]: ...
 
 
 class MergeStatistics(Protocol):
     """See `te_ce.reference.merge_statistics`."""
 
-    def __call__(self, gathered: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Tensor, Tensor]: ...
+    def __call__(
+        self, gathered: Tensor, target: Tensor, problem: ShardProblem
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]: ...
 
 
 class LogitsGradient(Protocol):
     """See `te_ce.reference.logits_gradient`."""
 
     def __call__(
-        self, logits: Tensor, target: Tensor, grad_loss: Tensor, saved: Tensor, out: Tensor, problem: ShardProblem
+        self,
+        logits: Tensor,
+        target: Tensor,
+        grads: OutputGrads,
+        saved: Tensor,
+        out: Tensor,
+        problem: ShardProblem,
+        row_scale: Tensor | None = None,
     ) -> None: ...
 
 
@@ -92,6 +106,12 @@ def _torch_backend() -> Backend:
 
 @functools.cache
 def _triton_backend() -> Backend:
-    from te_ce.kernels import launch
+    from te_ce.kernels import launch, launch_gradient
 
-    return Backend("triton", launch.row_loss, launch.row_statistics, launch.merge_statistics, launch.logits_gradient)
+    return Backend(
+        "triton",
+        launch.row_loss,
+        launch.row_statistics,
+        launch.merge_statistics,
+        launch_gradient.logits_gradient,
+    )

@@ -6,97 +6,96 @@ training run: what a call resolved to is kept.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from te_ce import environment
+from te_ce.agreement import raise_for_faults
 from te_ce.autograd import Inplace, LossCall
 from te_ce.backend import choose_backend
-from te_ce.checks import check_inplace, check_inputs, raise_for_bad_targets
-from te_ce.groups import check_group, group_size
+from te_ce.checks import check_inplace, check_inputs, check_row_scale
+from te_ce.groups import group_size
 from te_ce.layout import readable, readable_in_place
 from te_ce.options import LossOptions
 from te_ce.problem import ShardProblem
+from te_ce.record import describe_call
 from te_ce.shard import VocabShard, resolve_shard
 
 _KEPT = 64
 _resolved: dict[Any, LossCall] = {}
 
 
+class Request(NamedTuple):
+    """What a caller asks for, besides the tensors."""
+
+    group: ProcessGroup | None  # as `resolve_group` gives it, at every call
+    options: LossOptions
+    shard: VocabShard | None
+    inplace: Inplace
+    outputs: tuple[str, ...] = ()
+
+
 def resolve_call(
-    logits: Tensor,
-    target: Tensor,
-    group: ProcessGroup | None,
-    options: LossOptions,
-    shard: VocabShard | None,
-    inplace: Inplace,
-) -> tuple[Tensor, Tensor, LossCall]:
-    """Logits and target as the backends read them, and what else the call needs.
+    logits: Tensor, target: Tensor, row_scale: Tensor | None, request: Request
+) -> tuple[Tensor, Tensor, Tensor | None, LossCall]:
+    """Logits, target and scale of the rows as the backends read them, and what else the call needs.
 
     Raises:
         TypeError, ValueError: an argument is wrong; before any collective.
     """
-    # Every time: a group may have been destroyed since.
-    check_group(group)
-    key = _key(logits, target, group, options, shard, inplace)
+    key = _key(logits, target, row_scale, request)
     try:
         call = _resolved.get(key)
     except TypeError:  # not hashable: some argument is no such thing at all
         key = call = None
     if call is None:
-        call = _check(logits, target, group, options, shard, inplace)
+        call = _check(logits, target, row_scale, request)
         if key:
             if len(_resolved) >= _KEPT:
                 _resolved.clear()
             _resolved[key] = call
     if not call.reads_in_place:
         logits = logits.resolve_neg().contiguous()
-    return logits, readable(target), call
+    if row_scale is not None:
+        row_scale = readable(row_scale)
+    return logits, readable(target), row_scale, call
 
 
 def check_targets(target: Tensor, call: LossCall) -> None:
-    """Raise an IndexError on every rank where any rank has a bad target, if the options or the environment ask for it.
+    """Raise on every rank where any rank has a bad target or disagrees, if the options or the environment ask for it.
 
     One all-gather and a host synchronisation then.
     """
-    if call.checks_targets:
-        raise_for_bad_targets(target, call.problem, call.group)
+    if call.record is not None:
+        raise_for_faults(target, call.record, call.problem, call.group)
 
 
-def _check(
-    logits: Tensor,
-    target: Tensor,
-    group: ProcessGroup | None,
-    options: LossOptions,
-    shard: VocabShard | None,
-    inplace: Inplace,
-) -> LossCall:
+def _check(logits: Tensor, target: Tensor, row_scale: Tensor | None, request: Request) -> LossCall:
     """See `resolve_call`; what it gives depends on nothing but `_key`."""
+    group, options, shard, inplace, outputs = request
     check_inputs(logits, target)
+    check_row_scale(row_scale, target)
     ranks = group_size(group)
-    problem = ShardProblem.resolve(options, resolve_shard(shard, logits.shape[-1], group), ranks)
+    columns = resolve_shard(shard, logits.shape[-1], group)
+    problem = ShardProblem.resolve(options, columns, ranks, outputs, equal_shards=shard is None)
     check_inplace(inplace, logits)
+    is_checked = options.check_targets or environment.check_targets_requested()
     return LossCall(
         problem=problem,
         group=group if ranks > 1 else None,
         backend=choose_backend(logits),
         inplace=inplace,
         reads_in_place=readable_in_place(logits),
-        checks_targets=options.check_targets or environment.check_targets_requested(),
+        record=describe_call(logits, target, row_scale, options, columns, shard is not None, outputs)
+        if is_checked
+        else None,
     )
 
 
-def _key(
-    logits: Tensor,
-    target: Tensor,
-    group: ProcessGroup | None,
-    options: LossOptions,
-    shard: VocabShard | None,
-    inplace: Inplace,
-) -> tuple[Any, ...] | None:
+def _key(logits: Tensor, target: Tensor, row_scale: Tensor | None, request: Request) -> tuple[Any, ...] | None:
     """Everything that `_check` looks at; None for tensors out of the ordinary."""
     if type(logits) is not Tensor or type(target) is not Tensor:
         return None
@@ -106,5 +105,6 @@ def _key(
         return None
     of_logits = (logits.shape, logits.stride(), logits.dtype, logits.device)
     of_target = (target.shape, target.stride(), target.dtype, target.device)
+    of_scale = None if row_scale is None else (row_scale.shape, row_scale.device)
     # True == 1, which is not a value of `inplace`.
-    return (*of_logits, *of_target, group, options, shard, inplace, type(inplace), *environment.settings())
+    return (*of_logits, *of_target, of_scale, request, type(request.inplace), *environment.settings())

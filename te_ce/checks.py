@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from te_ce.collectives import FAULT_FIELDS, gather_faults
 from te_ce.layout import may_share_memory, readable_in_place
-from te_ce.problem import ShardProblem
 
 _LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _TARGET_DTYPES = (torch.int64, torch.int32)
@@ -51,6 +48,21 @@ def check_inputs(logits: object, target: object) -> None:
         raise ValueError(f"target: expected device {logits.device}, that of the logits, got {target.device}")
 
 
+def check_row_scale(scale: Tensor | None, target: Tensor) -> None:
+    """Refuse a scale per row that is not one factor for every target.
+
+    Raises:
+        ValueError: another shape or device than the target's.
+    """
+    if scale is None:
+        return
+    if scale.shape != target.shape or scale.device != target.device:
+        raise ValueError(
+            f"scale: expected shape {tuple(target.shape)} on {target.device}, as the target has, "
+            f"got {tuple(scale.shape)} on {scale.device}"
+        )
+
+
 def check_inplace(inplace: object, logits: Tensor) -> None:
     """Refuse an `inplace` that is unknown, or that can't be right for these logits.
 
@@ -75,28 +87,6 @@ def check_inplace(inplace: object, logits: Tensor) -> None:
         raise TypeError(f'inplace: expected "auto", True or False, got {type(inplace).__name__}')
     elif inplace != "auto":
         raise ValueError(f'inplace: expected "auto", True or False, got {inplace!r}')
-
-
-def raise_for_bad_targets(target: Tensor, problem: ShardProblem, group: ProcessGroup | None) -> None:
-    """Raise on every rank if any rank has a target that is neither a class nor `ignore_index`.
-
-    One all-gather of a fixed-size record, and a host synchronisation.
-
-    Raises:
-        IndexError: names the rank within the group, the row and the value.
-    """
-    flat = target.reshape(-1).long()
-    bad = ((flat < 0) | (flat >= problem.classes)) & (flat != problem.ignore_index)
-    record = torch.zeros(FAULT_FIELDS, dtype=torch.int64, device=target.device)
-    if flat.numel():
-        first = bad.to(torch.int8).argmax()
-        record = torch.stack((bad.sum(), first, flat[first]))
-    for rank, (count, row, value) in enumerate(gather_faults(record, group)):
-        if count:
-            raise IndexError(
-                f"target: rank {rank} has {count} bad row(s), the first is row {row} with target {value}: expected "
-                f"0 <= target < {problem.classes} or ignore_index={problem.ignore_index}"
-            )
 
 
 def _name(dtype: torch.dtype) -> str:

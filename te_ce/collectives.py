@@ -6,14 +6,13 @@ would leave the order to the library. It is also one latency instead of the two 
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from te_ce.groups import group_size
-
-# Fault record of a rank: number of faulty rows, flat index of the first one, its target.
-FAULT_FIELDS = 3
 
 
 def gather_statistics(stats: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -31,19 +30,23 @@ def gather_statistics(stats: Tensor, group: ProcessGroup | None) -> Tensor:
     return _all_gather(stats, group, ranks)
 
 
-def gather_faults(record: Tensor, group: ProcessGroup | None) -> list[list[int]]:
-    """Fault records of all ranks, on the host.
+def gather_records(record: bytes, group: ProcessGroup, device: torch.device | None) -> list[bytes]:
+    """Records of all ranks, on the host.
 
     Args:
-        record: [FAULT_FIELDS] int64 of this rank.
+        record: of this rank, as long as that of every other.
+        device: of this rank's tensors, where it is known.
 
     Returns:
         one record per rank, in rank order. One all-gather and a host synchronisation.
     """
-    ranks = group_size(group)
-    gathered = _all_gather(record, group, ranks) if ranks > 1 else record
-    records: list[list[int]] = gathered.view(ranks, FAULT_FIELDS).tolist()
-    return records
+    # By the group alone: two ranks whose tensors lie on different kinds of devices must still meet.
+    kind = c10d._get_object_coll_device(group)
+    if device is None or device.type != kind:
+        device = torch.device(kind)
+    sent = torch.tensor(list(record), dtype=torch.uint8, device=device)
+    received = bytes(_all_gather(sent, group, group_size(group)).tolist())
+    return [received[start : start + len(record)] for start in range(0, len(received), len(record))]
 
 
 def _all_gather(tensor: Tensor, group: ProcessGroup | None, ranks: int) -> Tensor:

@@ -1,6 +1,7 @@
 """The environment variables that te_ce reads, all of them, each read at the call.
 
-TE_CE_CHECK_TARGETS   1: every call behaves as with check_targets=True (host synchronisation; for debugging).
+TE_CE_CHECK_TARGETS   1: every call behaves as with check_targets=True (host synchronisation; for debugging). On every
+                      rank or on none.
 TE_CE_BACKEND         auto (default), torch (the plain-torch twin on any device) or triton (the kernels or an error).
                       On CUDA the twin's sums are torch's own: a row's last bits may depend on the batch there.
 TRITON_INTERPRET      Triton's own: 1 runs the kernels on CPU tensors.
@@ -27,6 +28,11 @@ def check_targets_requested() -> bool:
     if value not in _BOOLEANS:
         raise ValueError(f"TE_CE_CHECK_TARGETS: expected 0 or 1, got {value!r}")
     return _BOOLEANS[value]
+
+
+def check_targets_may_be_requested() -> bool:
+    """Whether TE_CE_CHECK_TARGETS is anything but off, a wrong value included; raises nothing."""
+    return os.environ.get("TE_CE_CHECK_TARGETS", "") not in ("", "0")
 
 
 def requested_backend() -> str:

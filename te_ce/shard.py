@@ -11,7 +11,7 @@ import functools
 
 from torch.distributed import ProcessGroup
 
-from te_ce.groups import check_group, group_rank, group_size
+from te_ce.groups import Group, group_rank, group_size, resolve_group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class VocabShard:
 
     Raises:
         TypeError: a field is not an int.
-        ValueError: not 0 <= start <= stop <= size, or size is 0.
+        ValueError: not 0 <= start <= stop <= size, or size is 0 or no 64-bit integer.
     """
 
     start: int
@@ -37,9 +37,9 @@ class VocabShard:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"VocabShard.{name}: expected an int, got {type(value).__name__}")
-        if not (0 <= self.start <= self.stop <= self.size and self.size >= 1):
+        if not (0 <= self.start <= self.stop <= self.size and 1 <= self.size < 2**63):
             raise ValueError(
-                "VocabShard: expected 0 <= start <= stop <= size and size >= 1, "
+                "VocabShard: expected 0 <= start <= stop <= size and 1 <= size < 2**63, "
                 f"got start={self.start}, stop={self.stop}, size={self.size}"
             )
 
@@ -49,7 +49,7 @@ class VocabShard:
         return self.stop - self.start
 
     @classmethod
-    def even(cls, size: int, group: ProcessGroup | None = None) -> VocabShard:
+    def even(cls, size: int, group: Group = None) -> VocabShard:
         """This rank's part when `size` columns are split as `torch.chunk` splits them.
 
         Every rank holds ceil(size / ranks) columns but the last ones, which hold fewer or none.
@@ -57,8 +57,8 @@ class VocabShard:
         Raises:
             TypeError, ValueError: `group` is not a group, or this process is not one of its ranks.
         """
-        check_group(group)
-        ranks, rank = group_size(group), group_rank(group)
+        ranks_of = resolve_group(group)
+        ranks, rank = group_size(ranks_of), group_rank(ranks_of)
         width = -(-size // ranks)
         start = min(rank * width, size)
         return cls(start, min(start + width, size), size)

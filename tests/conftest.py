@@ -54,6 +54,12 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     return make_subject(request.param)
 
 
+@pytest.fixture
+def twin() -> Subject:
+    """The plain-torch twin, for tests of what the tests themselves accept."""
+    return make_subject("torch-cpu")
+
+
 class _Tally:
     """Outcomes of the tests of each subject, read off the test ids, so that it also works under xdist."""
 

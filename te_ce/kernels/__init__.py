@@ -1,8 +1,12 @@
 """Triton kernels of the loss, and the check that this Triton can run them.
 
-Kernels: `statistics` (one read of the logits), `merge` (statistics of parts and shards to the loss), `gradient`
-(recomputed from the statistics); what they share: `walk` (over a row), `numerics`, `rows` (addresses). Launching them:
-`launch` (the same functions as `te_ce.reference`), `shapes` (of blocks), `launcher` (starts what was started before).
+Kernels: `statistics` (one read of the logits), `blocks` (the same, with bits that do not depend on how the vocabulary
+is cut), `merge` (statistics of parts and shards to the loss), `gradient` (recomputed from the statistics).
+What they share: `walk` (over a row), `vectors` (its blocks), `rows` (addresses), `transform` (softcap and scale),
+`numerics` (the loss of a row), `entropy`, `argmax`, `outputs` (what a row gives besides), `coefficients` (the gradient
+of a row as a few numbers).
+Launching them: `launch` and `launch_gradient` (the same functions as `te_ce.reference`), `plans` (what these share),
+`shapes` (of blocks), `launcher` (starts what was started before).
 """
 
 from __future__ import annotations

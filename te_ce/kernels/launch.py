@@ -7,156 +7,226 @@ besides its tensors depends on their layout and on the problem only, and is kept
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from te_ce.kernels.gradient import logits_gradient_kernel
+from te_ce.kernels.blocks import block_statistics_kernel
 from te_ce.kernels.launcher import Launch, launch
 from te_ce.kernels.merge import merge_statistics_kernel
-from te_ce.kernels.shapes import LINE_BYTES, MERGE_TILE, VECTOR_BYTES, gradient_tile, walk_plan
+from te_ce.kernels.plans import (
+    Launches,
+    Layout,
+    Strides,
+    from_row,
+    launches_of,
+    layout_of,
+    line_offset,
+    rows_at,
+    rows_begin_at,
+)
+from te_ce.kernels.shapes import BLOCKS_OF_A_PROGRAM, MERGE_TILE, VECTOR_BYTES, block_registers, block_shape, walk_plan
 from te_ce.kernels.statistics import row_loss_kernel, row_statistics_kernel
 from te_ce.layout import RowCut, RowGrid, cut_rows
+from te_ce.outputs import OUTPUTS
 from te_ce.problem import ShardProblem
 
-Strides = tuple[int, ...]
+# The kernels' arguments for the outputs, where none is asked for.
+_NO_OUTPUTS = (None,) * len(OUTPUTS)
 
 
-def row_statistics(logits: Tensor, target: Tensor, problem: ShardProblem) -> Tensor:
+def row_statistics(logits: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None) -> Tensor:
     """See `te_ce.reference.row_statistics`; rows with neighbouring columns contiguous are read in place."""
-    size = (problem.parts, problem.fields, target.numel())
+    size = (problem.parts, _fields(problem), target.numel())
     stats = torch.empty(size, dtype=torch.float32, device=logits.device)
-    for place, first, how in _walk_launches(_layout(logits, target), logits.stride(), target.stride(), problem, False):
-        launch(row_statistics_kernel, how, _rows(logits, place), _rows(target, place), _from_row(stats, first))
+    scale_stride = None if row_scale is None else row_scale.stride()
+    strides = (logits.stride(), target.stride(), scale_stride)
+    kernel = block_statistics_kernel if problem.block else row_statistics_kernel
+    for place, first, how in _statistics_launches(layout_of(logits, target), strides, problem):
+        tensors = rows_at(logits, place), rows_at(target, place), from_row(stats, first)
+        if row_scale is None:
+            launch(kernel, how, *tensors)
+        else:
+            launch(kernel, how, *tensors, rows_at(row_scale, place))
     return stats
 
 
-def row_loss(logits: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Tensor, Tensor]:
+def row_loss(
+    logits: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """See `te_ce.reference.row_loss`; one launch where rows are not split into parts."""
-    if problem.parts > 1:
-        return merge_statistics(row_statistics(logits, target, problem), target, problem)
-    loss, saved = _outputs(target)
-    for place, first, how in _walk_launches(_layout(logits, target), logits.stride(), target.stride(), problem, True):
-        tensors = (_rows(logits, place), _rows(target, place), _from_row(loss, first), _from_row(saved, first))
-        launch(row_loss_kernel, how, *tensors)
-    return loss, saved
+    if problem.parts > 1 or problem.block:
+        return merge_statistics(row_statistics(logits, target, problem, row_scale), target, problem)
+    loss, saved, outputs = _results(target, problem)
+    scale_stride = None if row_scale is None else row_scale.stride()
+    strides = (logits.stride(), target.stride(), scale_stride)
+    for place, first, how in _loss_launches(layout_of(logits, target), strides, problem):
+        tensors = rows_at(logits, place), rows_at(target, place), from_row(loss, first), from_row(saved, first)
+        if row_scale is None and not outputs:
+            launch(row_loss_kernel, how, *tensors)
+        else:
+            scale = None if row_scale is None else rows_at(row_scale, place)
+            launch(row_loss_kernel, how, *tensors, scale, *_outputs_from(outputs, problem, first))
+    return loss, saved, outputs
 
 
-def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Tensor, Tensor]:
+def merge_statistics(
+    gathered: Tensor, target: Tensor, problem: ShardProblem
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """See `te_ce.reference.merge_statistics`."""
-    loss, saved = _outputs(target)
-    for place, first, how in _merge_launches(_layout(gathered, target), target.stride(), gathered.shape[0], problem):
-        tensors = (_from_row(gathered, first), _rows(target, place), _from_row(loss, first), _from_row(saved, first))
-        launch(merge_statistics_kernel, how, *tensors)
-    return loss, saved
+    loss, saved, outputs = _results(target, problem)
+    for place, first, how in _merge_launches(layout_of(gathered, target), target.stride(), gathered.shape[0], problem):
+        tensors = from_row(gathered, first), rows_at(target, place), from_row(loss, first), from_row(saved, first)
+        if outputs:
+            launch(merge_statistics_kernel, how, *tensors, *_outputs_from(outputs, problem, first))
+        else:
+            launch(merge_statistics_kernel, how, *tensors)
+    return loss, saved, outputs
 
 
-def logits_gradient(
-    logits: Tensor, target: Tensor, grad_loss: Tensor, saved: Tensor, out: Tensor, problem: ShardProblem
-) -> None:
-    """See `te_ce.reference.logits_gradient`."""
-    strides = (logits.stride(), target.stride(), grad_loss.stride(), out.stride())
-    out_at = out.data_ptr() % LINE_BYTES
-    for place, first, how in _gradient_launches(
-        _layout(logits, target), strides, logits.shape[-1], out_at, grad_loss.dtype, problem
-    ):
-        tensors = (
-            _rows(logits, place),
-            _rows(target, place),
-            _rows(grad_loss, place),
-            _from_row(saved, first),
-        )
-        launch(logits_gradient_kernel, how, *tensors, _rows(out, place))
+@functools.lru_cache(maxsize=64)
+def _fields(problem: ShardProblem) -> int:
+    return problem.fields
 
 
-def _rows(tensor: Tensor, place: tuple[int, ...]) -> Tensor:
-    return tensor[place] if place else tensor
-
-
-def _from_row(tensor: Tensor, first: int) -> Tensor:
-    """[.., N], contiguous, as the kernels take it: row `first` of the first field is where it begins."""
-    return tensor.view(-1)[first:] if first else tensor
-
-
-def _outputs(target: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss [..] and what is saved of it [2, N]."""
+def _results(target: Tensor, problem: ShardProblem) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Loss [..], what is saved of it [saved_fields, N], and the outputs [..]."""
     # On the host half as dear as `torch.empty` with a shape and a device.
     loss = torch.empty_like(target, dtype=torch.float32, memory_format=torch.contiguous_format)
-    return loss, loss.new_empty((2, loss.numel()))
+    if not problem.outputs:
+        return loss, loss.new_empty((2, loss.numel())), ()
+    dtypes = [torch.int64 if name == "predictions" else torch.float32 for name in problem.outputs]
+    outputs = tuple(torch.empty_like(loss, dtype=dtype) for dtype in dtypes)
+    return loss, loss.new_empty((problem.saved_fields, loss.numel())), outputs
 
 
-class _Layout(NamedTuple):
-    """What the launches of a call depend on besides strides; `at` counts the bytes from a line to the first tensor."""
-
-    shape: torch.Size  # of the rows
-    dtype: torch.dtype  # of the first tensor
-    target_dtype: torch.dtype
-    device: int
-    at: int
+def _outputs_from(outputs: tuple[Tensor, ...], problem: ShardProblem, first: int) -> list[Tensor | None]:
+    """The outputs as the kernels take them, from row `first` on; None what is not asked for."""
+    of_name = dict(zip(problem.outputs, outputs, strict=True))
+    return [from_row(of_name[name], first) if name in of_name else None for name in OUTPUTS]
 
 
-def _layout(tensor: Tensor, target: Tensor) -> _Layout:
-    return _Layout(target.shape, tensor.dtype, target.dtype, tensor.get_device(), tensor.data_ptr() % LINE_BYTES)
-
-
-# The launches of a call, mostly one: the place of their rows in the tensors, the number of the first one, the launch.
-_Launches = tuple[tuple[tuple[int, ...], int, Launch], ...]
-
-
-def _launches(cuts: list[RowCut], launch_of: Callable[[RowCut], Launch]) -> _Launches:
-    """Launches of the cuts that have rows; those that differ in addresses only share one."""
-    distinct: dict[object, Launch] = {}
-    launches = []
-    for cut in cuts:
-        if cut.n_rows:
-            how = launch_of(cut)
-            launches.append((cut.place, cut.first, distinct.setdefault((how.programs, how.sizes, how.constants), how)))
-    return tuple(launches)
+# Of logits, target, and the scale of the rows, where they have one.
+_RowStrides = tuple[Strides, Strides, Strides | None]
 
 
 @functools.lru_cache(maxsize=256)
-def _walk_launches(
-    layout: _Layout, logits_stride: Strides, target_stride: Strides, problem: ShardProblem, to_the_loss: bool
-) -> _Launches:
-    """Of the statistics, or of the loss of whole rows."""
-    dtype = layout.dtype
-    shape, span_blocks, has_tail = walk_plan(dtype, problem.real_columns, problem.parts, problem.is_smoothed)
-    weights = (problem.smoothing_weight, problem.target_weight) if to_the_loss else ()
-    parts = () if to_the_loss else (problem.parts,)
-
-    def launch_of(cut: RowCut) -> Launch:
-        edges = has_tail or not _begin_at(cut.grid, 0, _at(layout.at, cut, logits_stride, dtype), dtype, VECTOR_BYTES)
-        return Launch(
-            device=layout.device,
-            dtypes=(dtype, layout.target_dtype),
-            programs=cut.n_rows * problem.parts,
-            sizes=(
-                cut.grid.inner,
-                *cut.grid.flat_strides,
-                layout.shape.numel(),
-                span_blocks,
-                problem.start,
-                problem.real_columns,
-                problem.ignore_index,
-                *weights,
-            ),
-            constants=(cut.grid.inner > 1, edges, problem.is_smoothed, *parts, shape.unroll, shape.threads),
-            num_warps=shape.num_warps,
-        )
-
-    return _launches(cut_rows(layout.shape, (logits_stride[:-1], target_stride)), launch_of)
+def _statistics_launches(layout: Layout, strides: _RowStrides, problem: ShardProblem) -> Launches:
+    if problem.block:
+        return launches_of(_cuts(layout, strides), functools.partial(_block_launch, layout, strides, problem))
+    return launches_of(_cuts(layout, strides), functools.partial(_walk_launch, layout, strides, problem, False))
 
 
 @functools.lru_cache(maxsize=256)
-def _merge_launches(layout: _Layout, target_stride: Strides, n_parts: int, problem: ShardProblem) -> _Launches:
+def _loss_launches(layout: Layout, strides: _RowStrides, problem: ShardProblem) -> Launches:
+    """Of the loss of whole rows."""
+    return launches_of(_cuts(layout, strides), functools.partial(_walk_launch, layout, strides, problem, True))
+
+
+def _cuts(layout: Layout, strides: _RowStrides) -> list[RowCut]:
+    logits, target, scale = strides
+    return cut_rows(layout.shape, (logits[:-1], target) if scale is None else (logits[:-1], target, scale))
+
+
+def _walk_launch(layout: Layout, strides: _RowStrides, problem: ShardProblem, to_the_loss: bool, cut: RowCut) -> Launch:
+    dtype, has_scale = layout.dtype, strides[2] is not None
+    second_sum = problem.is_smoothed or problem.has_entropy
+    shape, span_blocks, has_tail = walk_plan(dtype, problem.real_columns, problem.parts, second_sum)
+    at = line_offset(layout.at, cut, strides[0], dtype)
+    edges = has_tail or not rows_begin_at(cut.grid, 0, at, dtype, VECTOR_BYTES)
+    absent, scale_dtype = _scale_arguments(has_scale)
+    weights: tuple[float | None, ...] = ()
+    output_dtypes: tuple[torch.dtype | None, ...] = ()
+    if to_the_loss:
+        weights = problem.smoothing_weight, problem.target_weight, problem.z_loss_weight or None
+        output_dtypes = _output_dtypes(problem)
+        # Without a scale and without outputs, all are left out of the call.
+        absent = () if has_scale or problem.outputs else (None, *_NO_OUTPUTS)
+    return Launch(
+        device=layout.device,
+        dtypes=(dtype, layout.target_dtype, scale_dtype, *output_dtypes),
+        programs=cut.n_rows * problem.parts,
+        sizes=(
+            *absent,
+            *_row_sizes(cut.grid, has_scale),
+            layout.shape.numel(),
+            span_blocks,
+            *_shard_sizes(problem),
+            *weights,
+        ),
+        constants=(
+            cut.grid.inner > 1,
+            edges,
+            *_statistics_flags(problem),
+            *(() if to_the_loss else (problem.parts,)),
+            shape.unroll,
+            shape.threads,
+        ),
+        num_warps=shape.num_warps,
+    )
+
+
+def _block_launch(layout: Layout, strides: _RowStrides, problem: ShardProblem, cut: RowCut) -> Launch:
+    """No constant depends on how the vocabulary is cut, nor on where rows lie: the code is one for all of them."""
+    shape = block_shape(layout.dtype, problem.block)
+    has_scale = strides[2] is not None
+    absent, scale_dtype = _scale_arguments(has_scale)
+    groups = -(-problem.parts // BLOCKS_OF_A_PROGRAM)
+    # A tanh takes as many registers as two sums, a scale as one.
+    is_scaled = has_scale or problem.scale != 1.0
+    extras = sum(_statistics_flags(problem)) + 2 * (problem.softcap is not None) + is_scaled
+    return Launch(
+        device=layout.device,
+        dtypes=(layout.dtype, layout.target_dtype, scale_dtype),
+        programs=cut.n_rows * groups,
+        sizes=(
+            *absent,
+            *_row_sizes(cut.grid, has_scale),
+            layout.shape.numel(),
+            problem.parts,
+            groups,
+            BLOCKS_OF_A_PROGRAM,
+            *_shard_sizes(problem),
+        ),
+        constants=(*_statistics_flags(problem), shape.unroll, shape.threads),
+        num_warps=shape.num_warps,
+        maxnreg=block_registers(extras),
+    )
+
+
+def _scale_arguments(has_scale: bool) -> tuple[tuple[None, ...], torch.dtype | None]:
+    """What stands for the scale of the rows among the arguments, unless it is given, and its dtype."""
+    return ((), torch.float32) if has_scale else ((None,), None)
+
+
+def _row_sizes(grid: RowGrid, has_scale: bool) -> tuple[int, ...]:
+    """inner, and the strides of logits, target and scale."""
+    return (grid.inner, *grid.flat_strides, *(() if has_scale else (0, 0)))
+
+
+def _shard_sizes(problem: ShardProblem) -> tuple[int | float | None, ...]:
+    scale = None if problem.scale == 1.0 else problem.scale
+    return problem.start, problem.real_columns, problem.ignore_index, problem.softcap, scale
+
+
+def _statistics_flags(problem: ShardProblem) -> tuple[bool, bool, bool]:
+    return problem.is_smoothed, problem.has_entropy, problem.has_predictions
+
+
+def _output_dtypes(problem: ShardProblem) -> tuple[torch.dtype | None, ...]:
+    """Which outputs there are: None what is not asked for."""
+    return tuple((torch.float32 if name in problem.outputs else None) for name in OUTPUTS)
+
+
+@functools.lru_cache(maxsize=256)
+def _merge_launches(layout: Layout, target_stride: Strides, n_parts: int, problem: ShardProblem) -> Launches:
     def launch_of(cut: RowCut) -> Launch:
         return Launch(
             device=layout.device,
-            dtypes=(layout.target_dtype,),
+            dtypes=(layout.target_dtype, *_output_dtypes(problem)),
             programs=-(-cut.n_rows // MERGE_TILE.elements),
             sizes=(
+                *(() if problem.outputs else _NO_OUTPUTS),
                 cut.n_rows,
                 n_parts,
                 layout.shape.numel(),
@@ -166,86 +236,15 @@ def _merge_launches(layout: _Layout, target_stride: Strides, n_parts: int, probl
                 problem.ignore_index,
                 problem.smoothing_weight,
                 problem.target_weight,
+                problem.z_loss_weight or None,
             ),
-            constants=(cut.grid.inner > 1, problem.is_smoothed, MERGE_TILE.elements),
+            constants=(
+                cut.grid.inner > 1,
+                *_statistics_flags(problem),
+                problem.block > 0,
+                MERGE_TILE.elements,
+            ),
             num_warps=MERGE_TILE.num_warps,
         )
 
-    return _launches(cut_rows(layout.shape, (target_stride,)), launch_of)
-
-
-@functools.lru_cache(maxsize=256)
-def _gradient_launches(
-    layout: _Layout,
-    strides: tuple[Strides, ...],
-    n_columns: int,
-    out_at: int,
-    grad_dtype: torch.dtype,
-    problem: ShardProblem,
-) -> _Launches:
-    """`strides` of logits, target, gradient of the loss, and gradient of the logits, which begins at `out_at`."""
-    logits_stride, target_stride, grad_stride, out_stride = strides
-    if n_columns == 0:
-        return ()
-
-    def launch_of(cut: RowCut) -> Launch:
-        at = _at(layout.at, cut, logits_stride, layout.dtype)
-        return _gradient_launch(
-            layout, cut, n_columns, at, _at(out_at, cut, out_stride, layout.dtype), grad_dtype, problem
-        )
-
-    return _launches(
-        cut_rows(layout.shape, (logits_stride[:-1], target_stride, grad_stride, out_stride[:-1])), launch_of
-    )
-
-
-def _gradient_launch(
-    layout: _Layout,
-    cut: RowCut,
-    n_columns: int,
-    at: int,
-    out_at: int,
-    grad_dtype: torch.dtype,
-    problem: ShardProblem,
-) -> Launch:
-    dtype, grid = layout.dtype, cut.grid
-    tile = gradient_tile(dtype, n_columns)
-    before = 0 if _begin_at(grid, 0, at, dtype, LINE_BYTES) else LINE_BYTES // dtype.itemsize - 1
-    n_tiles = -(-(n_columns + before) // tile.elements)
-    edges = n_columns * dtype.itemsize % VECTOR_BYTES != 0 or not _begin_at(grid, 0, at, dtype, VECTOR_BYTES)
-    # A row of the gradient begins at the same place in a line as the row of the logits.
-    alike = at == out_at and all(
-        (step - out_step) * dtype.itemsize % LINE_BYTES == 0
-        for step, out_step in zip(grid.strides[0], grid.strides[3], strict=True)
-    )
-    return Launch(
-        device=layout.device,
-        dtypes=(dtype, layout.target_dtype, grad_dtype),
-        programs=cut.n_rows * n_tiles,
-        sizes=(
-            grid.inner,
-            *grid.flat_strides,
-            layout.shape.numel(),
-            n_columns,
-            n_tiles,
-            problem.start,
-            problem.real_columns,
-            problem.classes,
-            problem.ignore_index,
-            problem.target_weight,
-            problem.class_weight,
-        ),
-        constants=(grid.inner > 1, edges, problem.is_smoothed, alike, tile.elements),
-        num_warps=tile.num_warps,
-    )
-
-
-def _at(at: int, cut: RowCut, strides: Strides, dtype: torch.dtype) -> int:
-    """Bytes from a line to the rows of `cut`, of a tensor that begins `at` bytes after one."""
-    offset = sum(step * stride for step, stride in zip(cut.place, strides, strict=False))
-    return (at + offset * dtype.itemsize) % LINE_BYTES
-
-
-def _begin_at(grid: RowGrid, index: int, at: int, dtype: torch.dtype, multiple: int) -> bool:
-    """Whether all rows of tensor `index`, which begins `at` bytes after a line, begin at multiples of so many bytes."""
-    return at % multiple == 0 and all(step * dtype.itemsize % multiple == 0 for step in grid.strides[index])
+    return launches_of(cut_rows(layout.shape, (target_stride,)), launch_of)

@@ -1,7 +1,7 @@
 """Starts a kernel, from the second time on without asking Triton again which variant its arguments select.
 
 Triton inspects every argument of every launch (28 us in 3.6). Here no argument is specialised: what the code of a
-variant depends on are the dtypes and the constants, so these find it.
+variant depends on are the dtypes, the constants and which arguments are None, so these find it.
 """
 
 from __future__ import annotations
@@ -31,24 +31,26 @@ class Launch:
 
     Attributes:
         device: index of the tensors' device, -1 for the CPU.
-        dtypes: of those tensors whose dtype the caller chose.
+        dtypes: of those tensors whose dtype the caller chose, and None for one that is None.
         programs: of the grid.
         sizes, constants: the kernel's arguments after the tensors, in its order. Sizes that the kernel does not declare
-            as 64 bits wide fit into 32.
+            as 64 bits wide fit into 32; None: the kernel is compiled without that argument.
         num_warps: of a program.
+        maxnreg: registers of a thread at the most; None: as the compiler likes.
     """
 
     device: int
-    dtypes: tuple[torch.dtype, ...]
+    dtypes: tuple[torch.dtype | None, ...]
     programs: int
-    sizes: tuple[int | float, ...]
+    sizes: tuple[int | float | None, ...]
     constants: tuple[Any, ...]
     num_warps: int
+    maxnreg: int | None = None
     _kept: tuple[Any, ...] | None = None
 
 
-def launch(kernel: triton.JITFunction, how: Launch, *tensors: Tensor) -> None:
-    """Run `kernel` on the current stream of the tensors' device.
+def launch(kernel: triton.JITFunction, how: Launch, *tensors: Tensor | None) -> None:
+    """Run `kernel` on the current stream of the tensors' device; a tensor that is None keeps its place.
 
     Raises:
         ValueError: more programs than a grid holds.
@@ -64,19 +66,20 @@ def launch(kernel: triton.JITFunction, how: Launch, *tensors: Tensor) -> None:
         # What `variant[programs, 1, 1](...)` does, but for what only a profiler's hooks need. Addresses instead of
         # tensors: Triton would ask the driver about each.
         run, function, metadata, stream, arguments = kept
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         run(how.programs, 1, 1, stream(device), function, metadata, None, None, None, *addresses, *arguments)
     else:
         _variants[_key(kernel, how)][how.programs, 1, 1](*tensors, *how.sizes, *how.constants)
 
 
-def _launch_first(kernel: triton.JITFunction, how: Launch, tensors: tuple[Tensor, ...]) -> None:
+def _launch_first(kernel: triton.JITFunction, how: Launch, tensors: tuple[Tensor | None, ...]) -> None:
     programs, arguments = how.programs, (*how.sizes, *how.constants)
     if programs > _MAX_GRID:
         raise ValueError(f"logits: expected at most {_MAX_GRID} tiles in one call, got {programs}; split the rows")
     variant = _variants.get(_key(kernel, how))
     if variant is None:
-        variant = kernel[programs,](*tensors, *arguments, num_warps=how.num_warps, **COMPILE_OPTIONS)
+        limit = {} if how.maxnreg is None else {"maxnreg": how.maxnreg}
+        variant = kernel[programs,](*tensors, *arguments, num_warps=how.num_warps, **limit, **COMPILE_OPTIONS)
         # The interpreter has no variants.
         if not isinstance(variant, CompiledKernel):
             return
@@ -87,4 +90,5 @@ def _launch_first(kernel: triton.JITFunction, how: Launch, tensors: tuple[Tensor
 
 
 def _key(kernel: triton.JITFunction, how: Launch) -> tuple[Any, ...]:
-    return id(kernel), how.device, how.dtypes, how.constants, how.num_warps
+    absent = tuple(size is None for size in how.sizes)
+    return id(kernel), how.device, how.dtypes, absent, how.constants, how.num_warps, how.maxnreg

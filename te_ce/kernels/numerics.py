@@ -34,11 +34,11 @@ def row_loss(
     target,
     classes,  # V
     ignore_index,
-    smoothing_weight,  # a'
-    target_weight,  # 1 - a'
+    weights,  # a', 1 - a', w or None
     HAS_SMOOTHING: tl.constexpr,
 ):
     """Loss of rows from the statistics of all their columns; float32, of the shape of `m`."""
+    smoothing_weight, target_weight, z_loss_weight = weights
     log_d = tl.log(d)
     from_max = z_y - m
     loss = log_d - from_max
@@ -47,5 +47,14 @@ def row_loss(
         loss = target_weight * loss + smoothing_weight * mean_part
         # Weights of both signs, or 0, would make NaN of a target that costs infinity.
         loss = tl.where((from_max == -float("inf")) & (d > 0.0), float("inf"), loss)
-    loss = tl.where((target >= 0) & (target < classes), loss, float("nan"))
-    return tl.where(target == ignore_index, 0.0, loss)
+    if z_loss_weight is not None:
+        lse = m + log_d
+        loss += z_loss_weight * lse * lse
+    return of_target(loss, target, classes, ignore_index)
+
+
+@triton.jit
+def of_target(value, target, classes, ignore_index):
+    """What is known of a row with this target: NaN where it is no class, 0 where the row is ignored."""
+    value = tl.where((target >= 0) & (target < classes), value, float("nan"))
+    return tl.where(target == ignore_index, 0.0, value)

@@ -6,54 +6,99 @@ import triton
 import triton.language as tl
 
 from te_ce.kernels.numerics import row_loss
+from te_ce.kernels.outputs import OUTPUT_POINTERS, store_outputs
 from te_ce.kernels.rows import at_row
 from te_ce.kernels.walk import span_statistics
 
-_UNSPECIALIZED = [
+UNSPECIALIZED = [
     "logits_ptr",
     "target_ptr",
-    "stats_ptr",
+    "row_scale_ptr",
     "inner",
     "logits_stride_outer",
     "logits_stride_inner",
     "target_stride_outer",
     "target_stride_inner",
+    "row_scale_stride_outer",
+    "row_scale_stride_inner",
     "n_rows",
     "span_blocks",
     "start",
     "real_columns",
     "ignore_index",
+    "softcap",
+    "scale",
 ]
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@triton.jit
+def store_statistics(
+    out_ptr,  # of m
+    n_rows,  # between fields
+    m,
+    d,
+    z_y,
+    s,
+    columns,
+    t,
+    argmax,  # int32
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr,
+):
+    """The fields that the problem has, in their order."""
+    tl.store(out_ptr, m)
+    tl.store(out_ptr + n_rows, d)
+    tl.store(out_ptr + 2 * n_rows, z_y)
+    if HAS_SMOOTHING:
+        tl.store(out_ptr + 3 * n_rows, s)
+        tl.store(out_ptr + 4 * n_rows, columns)
+        out_ptr += 2 * n_rows
+    if HAS_ENTROPY:
+        tl.store(out_ptr + 3 * n_rows, t)
+        out_ptr += n_rows
+    if HAS_ARGMAX:
+        tl.store((out_ptr + 3 * n_rows).to(tl.pointer_type(tl.int32)), argmax)
+
+
+@triton.jit(do_not_specialize=["stats_ptr", *UNSPECIALIZED])
 def row_statistics_kernel(
     # inputs
     logits_ptr,  # [.., V_local] float32, bfloat16 or float16
     target_ptr,  # [..] int64 or int32
     # output
-    stats_ptr,  # [PARTS, fields, N] float32: m, d, z_y, and with smoothing s, columns
+    stats_ptr,  # [PARTS, fields, N] float32: m, d, z_y, [s, columns], [t], [argmax, an int32]
+    # of some calls, else None
+    row_scale_ptr,  # [..] float32
     # sizes
     inner,  # row i is (i // inner, i % inner)
     logits_stride_outer: tl.int64,
     logits_stride_inner: tl.int64,
     target_stride_outer: tl.int64,
     target_stride_inner: tl.int64,
+    row_scale_stride_outer: tl.int64,
+    row_scale_stride_inner: tl.int64,
     n_rows: tl.int64,  # N, between fields of the statistics
     span_blocks,  # blocks of a part
     start: tl.int64,  # global id of column 0
     real_columns,  # K, columns at or past it are padding
     ignore_index: tl.int64,
+    softcap,  # None: no softcap
+    scale,  # of all rows; None: 1, or `row_scale_ptr`
     # constants
     HAS_INNER: tl.constexpr,
     HAS_EDGES: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr,
     PARTS: tl.constexpr,
     UNROLL: tl.constexpr,
     THREADS: tl.constexpr,
 ):
     row, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    _, m, d, z_y, s, columns = span_statistics(
+    if row_scale_ptr is not None:
+        scale = tl.load(at_row(row_scale_ptr, row, inner, row_scale_stride_outer, row_scale_stride_inner, HAS_INNER))
+    _, m, d, z_y, s, columns, t, argmax = span_statistics(
         at_row(logits_ptr, row, inner, logits_stride_outer, logits_stride_inner, HAS_INNER),
         at_row(target_ptr, row, inner, target_stride_outer, target_stride_inner, HAS_INNER),
         part,
@@ -61,52 +106,67 @@ def row_statistics_kernel(
         start,
         real_columns,
         ignore_index,
+        softcap,
+        scale,
         HAS_SMOOTHING,
+        HAS_ENTROPY,
+        HAS_ARGMAX,
         HAS_EDGES,
         PARTS,
         UNROLL,
         THREADS,
     )
-    FIELDS: tl.constexpr = 5 if HAS_SMOOTHING else 3
+    FIELDS: tl.constexpr = 3 + 2 * HAS_SMOOTHING + HAS_ENTROPY + HAS_ARGMAX
     out_ptr = stats_ptr + part * (FIELDS * n_rows) + row
-    tl.store(out_ptr, m)
-    tl.store(out_ptr + n_rows, d)
-    tl.store(out_ptr + 2 * n_rows, z_y)
-    if HAS_SMOOTHING:
-        tl.store(out_ptr + 3 * n_rows, s)
-        tl.store(out_ptr + 4 * n_rows, columns)
+    store_statistics(out_ptr, n_rows, m, d, z_y, s, columns, t, argmax, HAS_SMOOTHING, HAS_ENTROPY, HAS_ARGMAX)
 
 
-@triton.jit(do_not_specialize=[*_UNSPECIALIZED, "loss_ptr", "saved_ptr"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "loss_ptr", "saved_ptr", "z_loss_weight", *OUTPUT_POINTERS])
 def row_loss_kernel(
     # inputs
     logits_ptr,  # [.., V] float32, bfloat16 or float16: whole rows
     target_ptr,  # [..] int64 or int32
     # outputs
     loss_ptr,  # [N] float32
-    saved_ptr,  # [2, N] float32: m, d
+    saved_ptr,  # [2 or 3, N] float32: m, d, [t]
+    # of some calls, else None
+    row_scale_ptr,  # [..] float32
+    log_probs_ptr,  # [N] float32, as the next three
+    entropy_ptr,
+    lse_ptr,
+    z_loss_ptr,
+    predictions_ptr,  # [N] int64
     # sizes
     inner,  # row i is (i // inner, i % inner)
     logits_stride_outer: tl.int64,
     logits_stride_inner: tl.int64,
     target_stride_outer: tl.int64,
     target_stride_inner: tl.int64,
+    row_scale_stride_outer: tl.int64,
+    row_scale_stride_inner: tl.int64,
     n_rows: tl.int64,  # N, between fields of what is saved
     span_blocks,  # blocks of a row
     start: tl.int64,  # 0
     real_columns,  # K = V
     ignore_index: tl.int64,
+    softcap,  # None: no softcap
+    scale,  # of all rows; None: 1, or `row_scale_ptr`
     smoothing_weight: tl.float32,  # a'
     target_weight: tl.float32,  # 1 - a'
+    z_loss_weight,  # w; None: 0
     # constants
     HAS_INNER: tl.constexpr,
     HAS_EDGES: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr,
     UNROLL: tl.constexpr,
     THREADS: tl.constexpr,
 ):
     row = tl.program_id(0)
-    target, m, d, z_y, s, _ = span_statistics(
+    if row_scale_ptr is not None:
+        scale = tl.load(at_row(row_scale_ptr, row, inner, row_scale_stride_outer, row_scale_stride_inner, HAS_INNER))
+    target, m, d, z_y, s, _, t, argmax = span_statistics(
         at_row(logits_ptr, row, inner, logits_stride_outer, logits_stride_inner, HAS_INNER),
         at_row(target_ptr, row, inner, target_stride_outer, target_stride_inner, HAS_INNER),
         0,
@@ -114,13 +174,22 @@ def row_loss_kernel(
         start,
         real_columns,
         ignore_index,
+        softcap,
+        scale,
         HAS_SMOOTHING,
+        HAS_ENTROPY,
+        HAS_ARGMAX,
         HAS_EDGES,
         1,
         UNROLL,
         THREADS,
     )
-    loss = row_loss(m, d, z_y, s, target, real_columns, ignore_index, smoothing_weight, target_weight, HAS_SMOOTHING)
+    weights = (smoothing_weight, target_weight, z_loss_weight)
+    loss = row_loss(m, d, z_y, s, target, real_columns, ignore_index, weights, HAS_SMOOTHING)
     tl.store(loss_ptr + row, loss)
     tl.store(saved_ptr + row, m)
     tl.store(saved_ptr + n_rows + row, d)
+    if HAS_ENTROPY:
+        tl.store(saved_ptr + 2 * n_rows + row, t)
+    pointers = log_probs_ptr, entropy_ptr, lse_ptr, z_loss_ptr, predictions_ptr
+    store_outputs(pointers, row, None, m, d, z_y, t, argmax, target, real_columns, ignore_index, z_loss_weight)

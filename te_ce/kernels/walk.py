@@ -12,6 +12,8 @@ Loads are of whole vectors of 16 bytes. The columns before the first and after t
 are loaded one by one, and become the first columns of the threads. Which columns a thread sums depends on the address
 of the row modulo 16 bytes and on nothing else: cut at lines of 128 bytes, rows of 50264 would sum otherwise in another
 batch.
+
+What only some calls ask for is summed beside: `entropy`, `argmax`.
 """
 
 from __future__ import annotations
@@ -19,8 +21,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from te_ce.kernels.argmax import NO_COLUMN, column_of_max
+from te_ce.kernels.entropy import lower, sum_relative_to, weighed_logarithm
 from te_ce.kernels.numerics import LOG2_E, exp_weight
 from te_ce.kernels.rows import ceil_to_vector
+from te_ce.kernels.transform import masked_transform
+from te_ce.kernels.vectors import as_float32, block_positions, load_block, sum_by_pairs
 
 # How far, in natural units, a thread's max may exceed its reference.
 SLACK = tl.constexpr(0.5)
@@ -29,98 +35,111 @@ SLACK = tl.constexpr(0.5)
 SHIFT = tl.constexpr(4.0)
 SHIFTED_ONE = tl.constexpr(16.0)
 
-# Two of bfloat16, in one int32.
-MINUS_INF_PAIR = tl.constexpr(-8323200)
-
 # Adding and subtracting 1.5 * 2^17 rounds a float32 to a multiple of 2^-6; such multiples add up exactly to 2^18.
 SPLIT = tl.constexpr(196608.0)
 
 
 @triton.jit
-def _shifted_exp(x):
+def shifted_exp(x):
     """exp(x) * 2^SHIFT; the same for equal x, wherever it is called."""
     return tl.exp2(x * LOG2_E + SHIFT)
 
 
 @triton.jit
-def _sum_by_pairs(x, UNROLL: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr):
-    """[UNROLL, THREADS, VEC] -> [THREADS], VEC is 8 or 4: neighbours first; nothing leaves its thread."""
-    if VEC == 8:
-        left, right = tl.split(tl.reshape(x, [UNROLL, THREADS, 4, 2]))
-        x = left + right
-    left, right = tl.split(tl.reshape(x, [UNROLL, THREADS, 2, 2]))
-    left, right = tl.split(left + right)
-    return tl.sum(left + right, axis=0)
-
-
-@triton.jit
-def _load_block(
-    pointer,  # of the body
-    first,  # position
-    stop,  # a whole number of vectors after `first`
-    UNROLL: tl.constexpr,
-    THREADS: tl.constexpr,
-    VEC: tl.constexpr,
-):
-    """A block as it lies in memory: [UNROLL, THREADS, VEC], bfloat16 as [UNROLL, THREADS, VEC / 2] pairs in int32."""
-    IS_PAIRS: tl.constexpr = pointer.dtype.element_ty == tl.bfloat16
-    ITEMS: tl.constexpr = VEC // 2 if IS_PAIRS else VEC
-    offs_u, offs_t = tl.arange(0, UNROLL)[:, None, None], tl.arange(0, THREADS)[None, :, None]
-    offs = (offs_u * THREADS + offs_t) * ITEMS + tl.arange(0, ITEMS)[None, None, :]
-    mask = offs < (stop - first) // VEC * ITEMS
-    if IS_PAIRS:
-        pairs_ptr = (pointer + first).to(tl.pointer_type(tl.int32))
-        block = tl.load(pairs_ptr + offs, mask=mask, other=MINUS_INF_PAIR)
-    else:
-        block = tl.load(pointer + first + offs, mask=mask, other=-float("inf"))
-    return block
-
-
-@triton.jit
-def _as_float32(block, UNROLL: tl.constexpr, THREADS: tl.constexpr, VEC: tl.constexpr):
-    """[UNROLL, THREADS, VEC] of what `_load_block` gave. A bfloat16 is the upper half of a float32: one instruction."""
-    if block.dtype == tl.int32:
-        even = (block << 16).to(tl.float32, bitcast=True)
-        odd = (block & -65536).to(tl.float32, bitcast=True)
-        z = tl.reshape(tl.join(even, odd), [UNROLL, THREADS, VEC])
-    else:
-        z = block.to(tl.float32)
-    return z
+def sum_of_threads(d):
+    """[THREADS] -> sum, each of [0, 2^11]: none of the small ones is lost beside the 1 of the max."""
+    coarse = (d + SPLIT) - SPLIT
+    return tl.sum(coarse, axis=0) + tl.sum(d - coarse, axis=0)
 
 
 @triton.jit
 def _add_block(
     block,  # -inf where `mask` is off
     mask,
-    m,  # [THREADS], as all that follow
-    r,
-    d,
-    lost,  # what d holds too much
-    s,
-    n,  # columns so far
+    at,  # its position
+    state,  # of [THREADS] each, see `_begin`
+    softcap,
+    scale,
     FULL: tl.constexpr,  # the mask is on everywhere
     HAS_SMOOTHING: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr,
     UNROLL: tl.constexpr,
     THREADS: tl.constexpr,
     VEC: tl.constexpr,
 ):
     """Statistics of the threads' columns so far, and of one more block of them."""
-    z = _as_float32(block, UNROLL, THREADS, VEC)
-    new_m = tl.maximum(m, tl.max(tl.max(z, axis=2), axis=0))
+    m, r, d, lost, s, n, t, t_lost, best, best_at = state
+    z = masked_transform(as_float32(block, UNROLL, THREADS, VEC), mask, softcap, scale)
+    block_m = tl.max(tl.max(z, axis=2), axis=0)
+    new_m = tl.maximum(m, block_m)
+    if HAS_ARGMAX:
+        best_at = tl.where(block_m > best, at, best_at)
+        best = tl.maximum(best, block_m)
     new_r = tl.where(new_m > r + SLACK, new_m, r)
     # While every logit so far is -inf there is no max to subtract: -inf - -inf would be NaN.
     base = tl.where(new_r == -float("inf"), 0.0, new_r)
     rescale = tl.exp2((r - base) * LOG2_E)
     x = z - base[None, :, None]
-    term = _sum_by_pairs(_shifted_exp(x), UNROLL, THREADS, VEC) - lost * rescale
+    exp = shifted_exp(x)
+    term = sum_by_pairs(exp, UNROLL, THREADS, VEC) - lost * rescale
+    if HAS_ENTROPY:
+        t_term = sum_by_pairs(weighed_logarithm(x, exp), UNROLL, THREADS, VEC) - t_lost * rescale
+        lowered = lower(t, d, r - base) * rescale
+        t = lowered + t_term
+        t_lost = (t - lowered) - t_term
     d = d * rescale
     raised = d + term
     lost = (raised - d) - term
     if HAS_SMOOTHING:
         # With r = -inf either there were no columns, or s is -inf already.
         s += tl.where(r == -float("inf"), 0.0, r - base) * n
-        s += _sum_by_pairs(x if FULL else tl.where(mask, x, 0.0), UNROLL, THREADS, VEC)
-    return new_m, new_r, raised, lost, s
+        s += sum_by_pairs(x if FULL else tl.where(mask, x, 0.0), UNROLL, THREADS, VEC)
+    if FULL:
+        n += UNROLL * VEC
+    return new_m, new_r, raised, lost, s, n, t, t_lost, best, best_at
+
+
+@triton.jit
+def _begin(m, n, first):
+    """Statistics of threads that have one column or none, as they are carried from block to block."""
+    x = m - tl.where(m == -float("inf"), 0.0, m)
+    zero = tl.zeros_like(m)
+    return (
+        m,  # max
+        m,  # r
+        shifted_exp(x),  # d
+        zero,  # what d holds too much
+        tl.where(n > 0.0, x, 0.0),  # s
+        n,  # columns; the last block's are not counted
+        zero,  # t
+        zero,  # what t holds too much
+        zero - float("inf"),  # max but for the edges
+        tl.zeros_like(m).to(tl.int32) + first,  # position of the block in which it was first met
+    )
+
+
+@triton.jit
+def _load_edges(
+    row_ptr,
+    head,  # columns before the body
+    body,  # columns of the body
+    real_columns,
+    is_last,  # part of a row
+    softcap,
+    scale,
+    THREADS: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """The columns outside of whole vectors, one a thread: z, which threads have one, which column it is."""
+    lane = tl.arange(0, THREADS)
+    after = head + body + lane - VEC
+    in_head = (lane < head) & (lane < real_columns)
+    in_tail = (lane >= VEC) & (after < real_columns)
+    edge = is_last & (in_head | in_tail)
+    column = tl.where(in_head, lane, after)
+    z = tl.load(row_ptr + column, mask=edge, other=-float("inf")).to(tl.float32)
+    return masked_transform(z, edge, softcap, scale), edge, column
 
 
 @triton.jit
@@ -132,15 +151,19 @@ def span_statistics(
     start,  # global id of column 0
     real_columns,  # K
     ignore_index,
+    softcap,  # None: no softcap
+    scale,  # None: 1
     HAS_SMOOTHING: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr,
     HAS_EDGES: tl.constexpr,
     PARTS: tl.constexpr,
     UNROLL: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """Statistics of one part of a row: target, and m, d, z_y, s, number of columns, as scalars.
+    """Statistics of one part of a row: target, and m, d, z_y, s, number of columns, t, argmax, as scalars.
 
-    Nothing but its first block is read of an ignored row, whose statistics nobody uses.
+    Nothing but its first block is read of an ignored row, whose statistics nobody uses, unless the argmax is asked for.
     """
     VEC: tl.constexpr = 16 // (row_ptr.dtype.element_ty.primitive_bitwidth // 8)
     BLOCK: tl.constexpr = UNROLL * THREADS * VEC
@@ -152,50 +175,58 @@ def span_statistics(
     first = part * span_blocks * BLOCK
     stop = tl.minimum(first + span_blocks * BLOCK, body)
     # One block ahead: while a block is summed up, the next one is on its way.
-    block = _load_block(body_ptr, first, stop, UNROLL, THREADS, VEC)
+    block = load_block(body_ptr, first, stop, UNROLL, THREADS, VEC)
 
     target = tl.load(target_ptr).to(tl.int64)
     owned = (part == 0) & (target >= start) & (target < start + real_columns)
     z_y = tl.load(row_ptr + tl.where(owned, target - start, 0), mask=owned, other=-float("inf")).to(tl.float32)
-    stop = tl.where(target == ignore_index, first, stop)
+    z_y = masked_transform(z_y, owned, softcap, scale)
+    if not HAS_ARGMAX:
+        stop = tl.where(target == ignore_index, first, stop)
 
     m = tl.full([THREADS], -float("inf"), dtype=tl.float32)
     n = tl.zeros([THREADS], dtype=tl.float32)
     if HAS_EDGES:
-        lane = tl.arange(0, THREADS)
-        after = head + body + lane - VEC
-        in_head = (lane < head) & (lane < real_columns)
-        in_tail = (lane >= VEC) & (after < real_columns)
-        edge = (part == PARTS - 1) & (in_head | in_tail)
-        m = tl.load(row_ptr + tl.where(in_head, lane, after), mask=edge, other=-float("inf")).to(tl.float32)
+        m, edge, _ = _load_edges(row_ptr, head, body, real_columns, part == PARTS - 1, softcap, scale, THREADS, VEC)
         n = edge.to(tl.float32)
-    r = m
-    x = m - tl.where(m == -float("inf"), 0.0, m)
-    d = _shifted_exp(x)
-    lost = tl.zeros([THREADS], dtype=tl.float32)
-    s = tl.where(n > 0.0, x, 0.0)
+    state = _begin(m, n, first)
 
     at = first
     for next_at in range(first + BLOCK, stop, BLOCK):
-        next_block = _load_block(body_ptr, next_at, stop, UNROLL, THREADS, VEC)
-        m, r, d, lost, s = _add_block(block, True, m, r, d, lost, s, n, True, HAS_SMOOTHING, UNROLL, THREADS, VEC)
-        n += UNROLL * VEC
+        next_block = load_block(body_ptr, next_at, stop, UNROLL, THREADS, VEC)
+        state = _add_block(
+            block, True, at, state, softcap, scale, True, HAS_SMOOTHING, HAS_ENTROPY, HAS_ARGMAX, UNROLL, THREADS, VEC
+        )
         block, at = next_block, next_at
-    offs_u, offs_t = tl.arange(0, UNROLL)[:, None, None], tl.arange(0, THREADS)[None, :, None]
-    mask = at + (offs_u * THREADS + offs_t) * VEC + tl.arange(0, VEC)[None, None, :] < stop
-    m, r, d, lost, s = _add_block(block, mask, m, r, d, lost, s, n, False, HAS_SMOOTHING, UNROLL, THREADS, VEC)
+    mask = at + block_positions(UNROLL, THREADS, VEC) < stop
+    state = _add_block(
+        block, mask, at, state, softcap, scale, False, HAS_SMOOTHING, HAS_ENTROPY, HAS_ARGMAX, UNROLL, THREADS, VEC
+    )
+    m, r, d, lost, s, n, t, t_lost, best, best_at = state
 
     row_m = tl.max(m, axis=0)
     base = tl.where(row_m == -float("inf"), 0.0, row_m)
-    one = tl.where(m == -float("inf"), SHIFTED_ONE, _shifted_exp(m - tl.where(r == -float("inf"), 0.0, r)))
-    d = tl.div_rn(d - lost, one) * exp_weight(m - base)
-    coarse = (d + SPLIT) - SPLIT
-    row_d = tl.sum(coarse, axis=0) + tl.sum(d - coarse, axis=0)
+    one = tl.where(m == -float("inf"), SHIFTED_ONE, shifted_exp(m - tl.where(r == -float("inf"), 0.0, r)))
+    row_d = sum_of_threads(tl.div_rn(d - lost, one) * exp_weight(m - base))
     row_s = 0.0
     row_n = 0.0
+    row_t = 0.0
+    column = NO_COLUMN
     if HAS_SMOOTHING:
         for u in tl.static_range(UNROLL):
             n += tl.where(at + (u * THREADS + tl.arange(0, THREADS)) * VEC < stop, VEC, 0)
         row_s = tl.sum(s + tl.where(n > 0.0, n * (r - base), 0.0), axis=0)
         row_n = tl.sum(n, axis=0)
-    return target, row_m, row_d, z_y, row_s, row_n
+    if HAS_ENTROPY:
+        row_t = sum_relative_to(base, t - t_lost, d - lost, m, r, one)
+    if HAS_ARGMAX:
+        column = column_of_max(body_ptr, best, best_at, row_m, stop, softcap, scale, UNROLL, THREADS, VEC)
+        column = tl.where(column == NO_COLUMN, NO_COLUMN, head + column)
+        if HAS_EDGES:
+            z, edge, edge_column = _load_edges(
+                row_ptr, head, body, real_columns, part == PARTS - 1, softcap, scale, THREADS, VEC
+            )
+            of_edges = tl.where(edge & (z == row_m), edge_column, NO_COLUMN)
+            column = tl.minimum(column, tl.min(of_edges, axis=0))
+        column = tl.where(column == NO_COLUMN, NO_COLUMN, start.to(tl.int32) + column)
+    return target, row_m, row_d, z_y, row_s, row_n, row_t, column

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, library
 
-from te_ce import LossOptions, VocabShard, counters, vocab_parallel_cross_entropy
+from te_ce import LossOptions, LossOutput, VocabShard, counters, vocab_parallel_cross_entropy
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +145,7 @@ def test_errors_are_those_of_eager(keywords: dict[str, Any], error: type[Excepti
 
 def test_targets_are_checked_once_and_not_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Tensor] = []
-    monkeypatch.setattr("te_ce.call.raise_for_bad_targets", lambda target, problem, group: checked.append(target))
+    monkeypatch.setattr("te_ce.call.raise_for_faults", lambda target, *others: checked.append(target))
     hidden, weight, target = _inputs()
     for keywords in ({"check_targets": True}, {}):
         monkeypatch.setenv("TE_CE_CHECK_TARGETS", "0" if keywords else "1")
@@ -180,7 +180,40 @@ def test_bad_targets_raise() -> None:
         _compiled(vocab_parallel_cross_entropy)((hidden @ weight).detach(), target + 20, check_targets=True)
 
 
-def test_the_operators_keep_torchs_rules() -> None:
+@pytest.mark.parametrize("outputs", ["", "entropy predictions", "log_probs entropy lse z_loss predictions"])
+@pytest.mark.parametrize("has_row_scale", [False, True])
+def test_the_operators_keep_torchs_rules(outputs: str, has_row_scale: bool) -> None:
     hidden, weight, target = _inputs(torch.float64)
-    arguments = ((hidden @ weight).detach().requires_grad_(), target, -100, 0.1, "uniform", None, False, None, None)
-    library.opcheck(torch.ops.te_ce.loss.default, arguments)
+    logits = (hidden @ weight).detach().requires_grad_()
+    row_scale = torch.linspace(0.5, 2.0, target.numel()).view(target.shape) if has_row_scale else None
+    options = (-100, 0.1, "uniform", 1e-3, 30.0, 1.0 if has_row_scale else 0.7, None, False, "none", False)
+    library.opcheck(torch.ops.te_ce.loss.default, (logits, target, row_scale, *options, outputs, None, None))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_outputs_and_options_in_a_graph(backend: str) -> None:
+    hidden, weight, target = _inputs(torch.float32)
+    temperature = torch.linspace(0.5, 2.0, target.numel()).view(target.shape)
+
+    def objective(hidden: Tensor, scale: Tensor) -> tuple[Tensor, LossOutput]:
+        out = vocab_parallel_cross_entropy(
+            hidden @ weight,
+            target,
+            outputs=("entropy", "predictions", "lse"),
+            scale=scale,
+            softcap=20.0,
+            z_loss_weight=1e-3,
+        )
+        return out.loss.sum() - 0.1 * out.entropy.sum(), out
+
+    results = []
+    for function in (objective, torch.compile(objective, backend=backend, fullgraph=True)):
+        x = hidden.detach().clone().requires_grad_()
+        total, out = function(x, temperature)
+        total.backward()
+        results.append((out, x.grad))
+    (eager, eager_grad), (compiled, compiled_grad) = results
+    assert compiled.log_probs is None
+    for name in ("loss", "entropy", "lse", "predictions"):
+        torch.testing.assert_close(getattr(compiled, name), getattr(eager, name), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(compiled_grad, eager_grad, rtol=1e-5, atol=1e-6)

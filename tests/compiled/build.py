@@ -18,7 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from te_ce.kernels import launch
+from te_ce.kernels import launch, launch_gradient
+from te_ce.outputs import OutputGrads
 from te_ce.problem import ShardProblem
 
 STATISTICS = "row_statistics_kernel"
@@ -36,6 +37,8 @@ class Case(NamedTuple):
         folded: rows lie as [s, b] with the target and the upstream gradient transposed, so that they fold into two
             dimensions; otherwise into one.
         padding: how many of the columns are no classes.
+        outputs: what is asked for besides the loss; all that are differentiable get a gradient.
+        row_scale: each row has a scale of its own; otherwise all have `scale`.
     """
 
     arch: int = 90
@@ -44,6 +47,11 @@ class Case(NamedTuple):
     smoothing: bool = False
     folded: bool = False
     padding: int = 0
+    outputs: tuple[str, ...] = ()
+    z_loss: bool = False
+    softcap: float | None = None
+    scale: float = 1.0
+    row_scale: bool = False
 
     @property
     def has_edges(self) -> bool:
@@ -52,9 +60,9 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         parts = [f"sm_{self.arch}", str(self.dtype).removeprefix("torch."), str(self.columns)]
-        return "-".join(
-            parts + ["smoothing"] * self.smoothing + ["folded"] * self.folded + ["padding"] * (self.padding > 0)
-        )
+        flags = ("smoothing", "folded", "padding", "z_loss", "softcap", "row_scale")
+        parts += [flag for flag in flags if getattr(self, flag)]
+        return "-".join([*parts, *self.outputs] + ["scale"] * (self.scale != 1.0))
 
 
 class Compiled(NamedTuple):
@@ -128,6 +136,10 @@ def _launch(name: str, case: Case) -> None:
         classes=2 * case.columns - case.padding,
         ignore_index=-100,
         smoothing_weight=0.1 if case.smoothing else 0.0,
+        z_loss_weight=1e-3 if case.z_loss else 0.0,
+        softcap=case.softcap,
+        scale=case.scale,
+        outputs=case.outputs,
     )
     logits = _at_a_line((s, b, case.columns), case.dtype)
     target = torch.zeros((b, s), dtype=torch.int64).t() if case.folded else torch.zeros((s, b), dtype=torch.int64)
@@ -138,15 +150,23 @@ def _launch(name: str, case: Case) -> None:
     elif name == MERGE:
         launch.merge_statistics(torch.zeros((2, problem.fields, s * b)), target, problem)
     else:
-        grad_loss = torch.zeros_like(target, dtype=torch.float32)
-        launch.logits_gradient(logits, target, grad_loss, torch.zeros((2, s * b)), logits, problem)
+        of_row = torch.zeros_like(target, dtype=torch.float32)
+        others = (of_row if name in case.outputs else None for name in ("log_probs", "entropy", "lse"))
+        saved = torch.zeros((problem.saved_fields, s * b))
+        row_scale = of_row if case.row_scale else None
+        launch_gradient.logits_gradient(logits, target, OutputGrads(of_row, *others), saved, logits, problem, row_scale)
 
 
 def compile_kernel(name: str, case: Case, kernel: triton.JITFunction | None = None) -> Compiled:
     """Compile what the launcher of `name` asks for in this case; `kernel` takes the place of the shipped one."""
-    warmup = _Warmup(kernel or getattr(launch, name))
-    # set_active has no inverse on a machine without a GPU.
-    with mock.patch.object(launch, name, warmup), mock.patch.object(driver, "_active", _Target(case.arch)):
+    launcher = launch_gradient if name == GRADIENT else launch
+    warmup = _Warmup(kernel or getattr(launcher, name))
+    with (
+        mock.patch.object(launcher, name, warmup),
+        # set_active has no inverse on a machine without a GPU.
+        mock.patch.object(driver, "_active", _Target(case.arch)),
+        mock.patch.object(launch_gradient, "architecture", return_value=case.arch),
+    ):
         _launch(name, case)
     if len(warmup.results) != 1:
         raise AssertionError(

@@ -44,13 +44,19 @@ def resource_usage(compiled: Compiled) -> Usage:
     return Usage(*map(int, found[0]))
 
 
-def local_accesses_in_loops(compiled: Compiled) -> list[str]:
-    """Machine instructions inside a loop (from the target of a backward branch up to the branch) that touch local
-    memory: a spill that costs time on every block."""
+def _instructions(compiled: Compiled) -> list[tuple[int, str]]:
+    """Addresses and texts of the machine instructions."""
     line = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", re.MULTILINE)
     code = [(int(address, 16), text) for address, text in line.findall(_cuobjdump(compiled.cubin, "-sass"))]
     if not any("EXIT" in text for _, text in code):
         raise RuntimeError(f"cuobjdump -sass: expected the instructions of {compiled.name}, found no EXIT among them")
+    return code
+
+
+def local_accesses_in_loops(compiled: Compiled) -> list[str]:
+    """Machine instructions inside a loop (from the target of a backward branch up to the branch) that touch local
+    memory: a spill that costs time on every block."""
+    code = _instructions(compiled)
     branches = [(address, re.search(r"\bBRA\b.*\b0x([0-9a-f]+)", text)) for address, text in code]
     loops = [(int(jump[1], 16), address) for address, jump in branches if jump and int(jump[1], 16) < address]
     return [
@@ -88,4 +94,22 @@ def check_registers(compiled: Compiled, programs: int) -> None:
         raise AssertionError(
             f"{compiled.name}: expected at most {limit} registers a thread, so that {programs} programs fit on a "
             f"multiprocessor, got {usage.registers}; take a smaller block"
+        )
+
+
+def check_spills_are_rare(compiled: Compiled, elements: int, stack: int) -> None:
+    """AssertionError unless tiles of the gradient without target and padding, whose code comes last, spill nothing.
+
+    Args:
+        elements: of a tile, a thread: so many exponentials does that code have.
+        stack: bytes that are tolerated of the other tiles.
+    """
+    usage = resource_usage(compiled)
+    code = [text for _, text in _instructions(compiled)]
+    last = max((at for at, text in enumerate(code) if re.search(r"\b(LDL|STL)\b", text)), default=-1)
+    clean = sum("MUFU.EX2" in text for text in code[last + 1 :])
+    if usage.stack > stack or usage.local or clean < elements:
+        raise AssertionError(
+            f"{compiled.name}: expected at most {stack} bytes of stack, and {elements} exponentials after the last "
+            f"access to it, got {usage} and {clean}; take more registers"
         )

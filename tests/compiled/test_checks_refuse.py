@@ -10,7 +10,13 @@ import pytest
 from te_ce.kernels import launcher, shapes
 from tests.compiled.build import GRADIENT, MERGE, ROW_LOSS, STATISTICS, Case, compile_kernel, shipped
 from tests.compiled.claims import check_fp_fusion, check_no_atomics, check_row_offsets, check_wide_accesses
-from tests.compiled.resources import check_no_spills, check_registers, local_accesses_in_loops, resource_usage
+from tests.compiled.resources import (
+    check_no_spills,
+    check_registers,
+    check_spills_are_rare,
+    local_accesses_in_loops,
+    resource_usage,
+)
 from tests.compiled.variants import changed_kernel
 
 USUAL = Case()
@@ -41,6 +47,13 @@ def test_too_many_registers_are_refused() -> None:
     compiled = shipped(STATISTICS, USUAL._replace(smoothing=True))
     with pytest.raises(AssertionError, match=r"expected at most 32 registers a thread, so that 16 programs fit"):
         check_registers(compiled, programs=16)
+
+
+def test_spills_of_the_usual_tile_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "ENTROPY_REGISTERS", {90: 24})
+    compiled = compile_kernel(GRADIENT, USUAL._replace(outputs=("entropy",)))
+    with pytest.raises(AssertionError, match=r"logits_gradient_kernel: expected .* 16 exponentials after the last"):
+        check_spills_are_rare(compiled, elements=16, stack=1 << 20)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import triton
 
-from te_ce.kernels import gradient, merge, rows, statistics, walk
+from te_ce.kernels import coefficients, gradient, merge, rows, statistics, vectors, walk
 from tests.compiled.build import GRADIENT, MERGE, ROW_LOSS, STATISTICS
 
 _MODULES: dict[str, ModuleType] = {
@@ -22,7 +22,7 @@ _MODULES: dict[str, ModuleType] = {
 
 
 # What kernels import, in the order in which they import each other.
-_HELPERS = (rows, walk)
+_HELPERS = (rows, coefficients, vectors, walk)
 
 
 def changed_kernel(name: str, old: str, new: str, folder: Path) -> triton.JITFunction:

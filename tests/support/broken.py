@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 
 from te_ce.backend import Backend
+from te_ce.outputs import OutputGrads
 from te_ce.problem import ShardProblem
+
+# Loss, what is saved, other outputs.
+MergedRows = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 
 
 def _with(backend: Backend, **steps: Callable[..., Any]) -> Backend:
     """`backend` with other steps; the loss of one rank is made of the same ones."""
     changed = backend._replace(**steps)
 
-    def row_loss(logits: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Tensor, Tensor]:
-        return changed.merge_statistics(changed.row_statistics(logits, target, problem), target, problem)
+    def row_loss(logits: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None) -> MergedRows:
+        return changed.merge_statistics(changed.row_statistics(logits, target, problem, row_scale), target, problem)
 
     return changed._replace(row_loss=row_loss)
 
@@ -27,9 +31,15 @@ def off_target_zeroed(backend: Backend) -> Backend:
     """The gradient reaches the target's column only."""
 
     def logits_gradient(
-        logits: Tensor, target: Tensor, grad_loss: Tensor, saved: Tensor, out: Tensor, problem: ShardProblem
+        logits: Tensor,
+        target: Tensor,
+        grads: OutputGrads,
+        saved: Tensor,
+        out: Tensor,
+        problem: ShardProblem,
+        row_scale: Tensor | None = None,
     ) -> None:
-        backend.logits_gradient(logits, target, grad_loss, saved, out, problem)
+        backend.logits_gradient(logits, target, grads, saved, out, problem, row_scale)
         column = torch.arange(out.shape[-1], device=out.device) + problem.start
         out[column != target[..., None]] = 0.0
 
@@ -39,26 +49,33 @@ def off_target_zeroed(backend: Backend) -> Backend:
 def smoothing_over_the_shard(backend: Backend) -> Backend:
     """The smoothed mass is spread over the shard's columns as if they were the vocabulary."""
 
-    def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Tensor, Tensor]:
+    def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) -> MergedRows:
         plain = dataclasses.replace(problem, smoothing_weight=0.0)
-        loss, saved = backend.merge_statistics(gathered[:, :3].contiguous(), target, plain)
         a = problem.smoothing_weight
         if not a or not problem.real_columns:
-            return loss, saved
+            return backend.merge_statistics(gathered, target, problem)
+        loss, saved, outputs = backend.merge_statistics(gathered[:, :3].contiguous(), target, plain)
         m, d = saved
         widths = gathered[:, 4, 0]
         rank = int(((widths.cumsum(0) - widths == problem.start) & (widths > 0)).nonzero()[0])
         local_mean = gathered[rank, 3] / gathered[rank, 4] + gathered[rank, 0] - m
         smoothed = (1 - a) * loss + a * (d.log() - local_mean).view(target.shape)
-        return torch.where(target == problem.ignore_index, 0.0, smoothed), saved
+        return torch.where(target == problem.ignore_index, 0.0, smoothed), saved, outputs
 
     def logits_gradient(
-        logits: Tensor, target: Tensor, grad_loss: Tensor, saved: Tensor, out: Tensor, problem: ShardProblem
+        logits: Tensor,
+        target: Tensor,
+        grads: OutputGrads,
+        saved: Tensor,
+        out: Tensor,
+        problem: ShardProblem,
+        row_scale: Tensor | None = None,
     ) -> None:
-        backend.logits_gradient(logits, target, grad_loss, saved, out, problem)
+        backend.logits_gradient(logits, target, grads, saved, out, problem, row_scale)
         if problem.real_columns:
             change = problem.smoothing_weight * (1 / problem.classes - 1 / problem.real_columns)
-            g = torch.where(target == problem.ignore_index, 0.0, grad_loss)[..., None]
+            assert grads.loss is not None
+            g = torch.where(target == problem.ignore_index, 0.0, grads.loss)[..., None]
             out[..., : problem.real_columns] += (g * change).to(out.dtype)
 
     return _with(backend, merge_statistics=merge_statistics, logits_gradient=logits_gradient)
@@ -67,7 +84,7 @@ def smoothing_over_the_shard(backend: Backend) -> Backend:
 def doubled_reduction(backend: Backend) -> Backend:
     """Every shard's sum is added twice."""
 
-    def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Tensor, Tensor]:
+    def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) -> MergedRows:
         gathered = gathered.clone()
         gathered[:, 1] *= 2
         return backend.merge_statistics(gathered, target, problem)
@@ -84,12 +101,14 @@ def target_shifted(backend: Backend) -> Backend:
 
     return _with(
         backend,
-        row_statistics=lambda logits, target, problem: backend.row_statistics(logits, shift(target, problem), problem),
+        row_statistics=lambda logits, target, problem, row_scale=None: backend.row_statistics(
+            logits, shift(target, problem), problem, row_scale
+        ),
         merge_statistics=lambda gathered, target, problem: backend.merge_statistics(
             gathered, shift(target, problem), problem
         ),
-        logits_gradient=lambda logits, target, grad_loss, saved, out, problem: backend.logits_gradient(
-            logits, shift(target, problem), grad_loss, saved, out, problem
+        logits_gradient=lambda logits, target, grads, saved, out, problem, row_scale=None: backend.logits_gradient(
+            logits, shift(target, problem), grads, saved, out, problem, row_scale
         ),
     )
 
@@ -98,11 +117,18 @@ def rounded_twice(backend: Backend) -> Backend:
     """The softmax is rounded to the logits' dtype before the target is subtracted and the gradient applied."""
 
     def logits_gradient(
-        logits: Tensor, target: Tensor, grad_loss: Tensor, saved: Tensor, out: Tensor, problem: ShardProblem
+        logits: Tensor,
+        target: Tensor,
+        grads: OutputGrads,
+        saved: Tensor,
+        out: Tensor,
+        problem: ShardProblem,
+        row_scale: Tensor | None = None,
     ) -> None:
-        ones = torch.ones_like(grad_loss)
-        backend.logits_gradient(logits, target, ones, saved, out, problem)
-        out.copy_(out * grad_loss[..., None].to(out.dtype))
+        assert grads.loss is not None
+        ones = OutputGrads(torch.ones_like(grads.loss))
+        backend.logits_gradient(logits, target, ones, saved, out, problem, row_scale)
+        out.copy_(out * grads.loss[..., None].to(out.dtype))
 
     return _with(backend, logits_gradient=logits_gradient)
 
@@ -111,14 +137,21 @@ def softmax_rounded_first(backend: Backend) -> Backend:
     """The softmax is stored in the logits' dtype, read back, and only then becomes a gradient."""
 
     def logits_gradient(
-        logits: Tensor, target: Tensor, grad_loss: Tensor, saved: Tensor, out: Tensor, problem: ShardProblem
+        logits: Tensor,
+        target: Tensor,
+        grads: OutputGrads,
+        saved: Tensor,
+        out: Tensor,
+        problem: ShardProblem,
+        row_scale: Tensor | None = None,
     ) -> None:
+        assert grads.loss is not None
         m, d = (field.view(target.shape)[..., None] for field in saved)
         p = ((logits.float() - m).exp() / d).to(logits.dtype).float()
         column = torch.arange(logits.shape[-1], device=logits.device) + problem.start
         p -= problem.smoothing_weight / problem.classes
         p -= (1 - problem.smoothing_weight) * (column == target[..., None])
-        out.copy_(p * grad_loss[..., None])
+        out.copy_(p * grads.loss[..., None])
 
     return _with(backend, logits_gradient=logits_gradient)
 
@@ -126,8 +159,10 @@ def softmax_rounded_first(backend: Backend) -> Backend:
 def statistics_in_the_logits_dtype(backend: Backend) -> Backend:
     """The sums are kept in the dtype of the logits."""
 
-    def row_statistics(logits: Tensor, target: Tensor, problem: ShardProblem) -> Tensor:
-        stats = backend.row_statistics(logits, target, problem)
+    def row_statistics(
+        logits: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None
+    ) -> Tensor:
+        stats = backend.row_statistics(logits, target, problem, row_scale)
         return stats.to(logits.dtype).to(stats.dtype)
 
     return _with(backend, row_statistics=row_statistics)
@@ -136,12 +171,12 @@ def statistics_in_the_logits_dtype(backend: Backend) -> Backend:
 def through_a_rounded_lse(backend: Backend) -> Backend:
     """The loss is (m + log d) - z_y in float32, instead of log d - (z_y - m)."""
 
-    def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) -> tuple[Tensor, Tensor]:
-        loss, saved = backend.merge_statistics(gathered, target, problem)
-        m, d = saved
+    def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) -> MergedRows:
+        loss, saved, outputs = backend.merge_statistics(gathered, target, problem)
+        m, d = saved[:2]
         m, log_d = m.view(target.shape), d.log().view(target.shape)
         moved = (m + log_d) - (m + (log_d - loss))
-        return torch.where(loss.isfinite(), moved, loss), saved
+        return torch.where(loss.isfinite(), moved, loss), saved, outputs
 
     return _with(backend, merge_statistics=merge_statistics)
 

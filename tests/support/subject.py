@@ -18,15 +18,21 @@ import te_ce.problem as problem_module
 from te_ce import LossOptions, VocabShard, vocab_parallel_cross_entropy
 from te_ce.autograd import LossCall
 from te_ce.backend import Backend
+from te_ce.outputs import OutputGrads
 from te_ce.problem import ShardProblem
 
 
 def forget_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the next call go through the kernels that `te_ce.kernels.launch` names then."""
-    from te_ce.kernels import launch, launcher
+    from te_ce.kernels import launch, launch_gradient, launcher
 
     monkeypatch.setattr(launcher, "_variants", {})
-    for launches in (launch._walk_launches, launch._merge_launches, launch._gradient_launches):
+    for launches in (
+        launch._statistics_launches,
+        launch._loss_launches,
+        launch._merge_launches,
+        launch_gradient._gradient_launches,
+    ):
         launches.cache_clear()
 
 
@@ -68,18 +74,29 @@ class Subject:
             yield
         self._forget_problems()
 
+    @contextlib.contextmanager
+    def reproducible_blocks_of(self, columns: int) -> Iterator[None]:
+        """Within: `reproducible_tp` has blocks of so many columns."""
+        with mock.patch.object(problem_module, "REPRODUCIBLE_BLOCK", columns):
+            self._forget_problems()
+            yield
+        self._forget_problems()
+
     def _forget_problems(self) -> None:
         problem_module.resolve_problem.cache_clear()
         self.resolved.clear()
 
-    def loss(self, logits: Tensor, target: Tensor, **keywords: object) -> Tensor:
+    def loss(self, logits: Tensor, target: Tensor, **keywords: Any) -> Any:
         """The public function, served by this backend."""
         with self.serving():
-            loss = vocab_parallel_cross_entropy(logits, target, **keywords)  # type: ignore[arg-type]
-        if self.name == "triton-interpreter":
-            # It leaves a kernel's arguments in a cycle of references: another owner of the logits.
-            gc.collect()
+            loss = vocab_parallel_cross_entropy(logits, target, **keywords)
+        self.let_go()
         return loss
+
+    def let_go(self) -> None:
+        """The interpreter leaves a kernel's arguments in a cycle of references: another owner of the logits."""
+        if self.name == "triton-interpreter":
+            gc.collect()
 
     def run_shards(
         self, logits: Tensor, target: Tensor, g: Tensor, options: LossOptions, widths: Sequence[int]
@@ -98,9 +115,9 @@ class Subject:
         gathered = torch.cat(stats)
         losses, grads = [], []
         for part, problem in zip(parts, problems, strict=True):
-            loss, saved = self.backend.merge_statistics(gathered, target, problem)
+            loss, saved, _ = self.backend.merge_statistics(gathered, target, problem)
             out = torch.full_like(part, torch.nan)
-            self.backend.logits_gradient(part, target, g, saved, out, problem)
+            self.backend.logits_gradient(part, target, OutputGrads(g), saved, out, problem)
             losses.append(loss)
             grads.append(out)
         return losses, torch.cat(grads, -1)

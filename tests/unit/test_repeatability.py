@@ -117,12 +117,13 @@ def test_kernel_arguments_are_distinct_tensors(
         # The twin launches nothing; its in-place behaviour is tested with the public function.
         assert subject.backend.name == "torch"
         return
-    from te_ce.kernels import launch
+    from te_ce.kernels import launch, launch_gradient
 
     launches: list[str] = []
 
     def spy(name: str) -> None:
-        kernel = getattr(launch, name)
+        launcher = launch_gradient if name == "logits_gradient_kernel" else launch
+        kernel = getattr(launcher, name)
 
         class Spy:
             def __getitem__(self, grid):  # type: ignore[no-untyped-def]
@@ -134,7 +135,7 @@ def test_kernel_arguments_are_distinct_tensors(
 
                 return run
 
-        monkeypatch.setattr(launch, name, Spy())
+        monkeypatch.setattr(launcher, name, Spy())
 
     whole = ["row_loss_kernel", "logits_gradient_kernel"]
     in_parts = ["row_statistics_kernel", "merge_statistics_kernel", "logits_gradient_kernel"]

@@ -1,0 +1,105 @@
+"""The gradient of a shard's logits, recomputed from the statistics of the whole rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_ce.outputs import OutputGrads
+from te_ce.problem import ShardProblem
+from te_ce.reference.rows import is_class, local_target, real_columns, slices, transform
+
+
+class _Coefficients(NamedTuple):
+    """Of dz_i = p_i (A - E (z_i - lse)) - C - B [i = y], [rows] each."""
+
+    a: Tensor
+    b: Tensor
+    c: Tensor | None
+    e: Tensor | None
+
+
+def logits_gradient(
+    logits: Tensor,
+    target: Tensor,
+    grads: OutputGrads,
+    saved: Tensor,
+    out: Tensor,
+    problem: ShardProblem,
+    row_scale: Tensor | None = None,
+) -> None:
+    """Write the gradient of this shard's logits, rounded once.
+
+    dx_i = dz_i scale (1 - tanh^2(x_i / cap)), dz_i = p_i (A - E (z_i - lse)) - C - B [i = y], p_i = exp(z_i - m) / d,
+    A = g (1 + 2 w lse) + g_lse - g_lp - g_H H, B = g (1 - a') - g_lp, C = g a'/V, E = g_H
+
+    Args:
+        logits: [.., V_local], as in the forward pass.
+        target: [..], int64 or int32, global ids.
+        grads: gradients g, g_lp, g_H, g_lse [..] of loss, log-probs, entropy and lse of each row, any strides.
+        saved: [saved_fields, N], as `merge_statistics` gave it.
+        out: [.., V_local], dtype of the logits; may be the logits themselves.
+        row_scale: [..] float32, as in the forward pass.
+    """
+    target = target.reshape(-1).long()
+    given = OutputGrads(*(None if grad is None else grad.reshape(-1) for grad in grads))
+    row_scale = None if row_scale is None else row_scale.reshape(-1)
+    for rows, index in slices(logits):
+        y, of_rows = target[rows], saved[:, rows]
+        upstream = OutputGrads(*(None if grad is None else grad[rows] for grad in given))
+        scale = None if row_scale is None else row_scale[rows]
+        z, tanh = transform(real_columns(logits[index], problem), problem, scale)
+        grad = _shard_gradient(z, y, upstream, of_rows, problem)
+        if tanh is not None:
+            grad *= tanh.square_().neg_().add_(1.0)
+        if scale is not None:
+            grad *= scale[:, None]
+        elif problem.scale != 1.0:
+            grad *= problem.scale
+        grad[~is_class(y, problem)] = torch.nan
+        grad[y == problem.ignore_index] = 0.0
+        part = out[index]
+        part[..., : problem.real_columns] = grad.view(*part.shape[:-1], problem.real_columns)
+        part[..., problem.real_columns :] = 0.0
+
+
+def _shard_gradient(z: Tensor, y: Tensor, grads: OutputGrads, saved: Tensor, problem: ShardProblem) -> Tensor:
+    """dz [rows, K]; `z` is lost."""
+    m, d = saved[0], saved[1]
+    of = _coefficients(grads, saved, problem)
+    from_max = z.sub_(m[:, None])
+    if of.e is None:
+        grad = from_max.exp_().mul_((of.a / d)[:, None])
+    else:
+        exp = from_max.exp()
+        # A probability of 0 weighs an infinite logarithm; the d of a row without a softmax stays, and makes it NaN.
+        log_p = torch.where(exp == 0.0, 0.0, from_max - d.log()[:, None])
+        grad = exp * ((of.a[:, None] - of.e[:, None] * log_p) / d[:, None])
+    if of.c is not None:
+        grad -= of.c[:, None]
+    if problem.real_columns:
+        owned, column = local_target(y, problem)
+        grad.scatter_add_(1, column[:, None], torch.where(owned, -of.b, 0.0)[:, None])
+    return grad
+
+
+def _coefficients(grads: OutputGrads, saved: Tensor, problem: ShardProblem) -> _Coefficients:
+    m, d = saved[0], saved[1]
+    a = b = torch.zeros_like(m)
+    c = None
+    if grads.loss is not None:
+        g = grads.loss
+        a, b = g, g * problem.target_weight
+        if problem.z_loss_weight:
+            a = g * (1.0 + 2.0 * problem.z_loss_weight * (m + d.log()))
+        if problem.is_smoothed:
+            c = g * problem.class_weight
+    if grads.lse is not None:
+        a = a + grads.lse
+    if grads.log_probs is not None:
+        a, b = a - grads.log_probs, b - grads.log_probs
+    if grads.entropy is not None:
+        a = a - grads.entropy * (d.log() - saved[2] / d)
+    return _Coefficients(a, b, c, grads.entropy)

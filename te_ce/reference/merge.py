@@ -1,0 +1,107 @@
+"""Statistics of all parts of all shards to the loss and the other outputs of every row."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_ce.problem import ShardProblem
+from te_ce.reference.rows import is_class
+from te_ce.reference.statistics import INTEGERS, row_statistics
+
+
+class _Merged(NamedTuple):
+    """Statistics of whole rows, [N] each, as `ShardProblem.fields` names them."""
+
+    m: Tensor
+    d: Tensor
+    z_y: Tensor
+    s: Tensor | None
+    t: Tensor | None
+    argmax: Tensor | None
+
+
+def row_loss(
+    logits: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """`merge_statistics` of `row_statistics`, where one rank holds the whole vocabulary."""
+    return merge_statistics(row_statistics(logits, target, problem, row_scale), target, problem)
+
+
+def merge_statistics(
+    gathered: Tensor, target: Tensor, problem: ShardProblem
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Merge the statistics of all parts of all shards, in their order, into the loss of every row.
+
+    L = (1 - a') (log d - (z_y - m)) + a' (log d - s/V) + w (m + log d)^2. Ignored rows give 0, targets that are no
+    class NaN, also among the outputs; but the predictions are those of the logits.
+
+    Args:
+        gathered: [parts, fields, N], those of rank 0 first.
+        target: [..], int64 or int32, global ids.
+
+    Returns:
+        loss [..]; saved [saved_fields, N], what the gradient needs: m, d, and with the entropy t; and `problem.outputs`
+        [..] in their order.
+    """
+    shape, target = target.shape, target.reshape(-1).long()
+    row = _merge(gathered, problem)
+    log_d = row.d.log()
+    from_max = row.z_y - row.m
+    loss = log_d - from_max
+    if row.s is not None:
+        loss = problem.target_weight * loss + problem.smoothing_weight * (log_d - row.s / problem.classes)
+        # Weights of both signs, or 0, would make NaN of a target that costs infinity.
+        loss = torch.where((from_max == -torch.inf) & (row.d > 0), torch.inf, loss)
+    lse = row.m + log_d
+    z_loss = problem.z_loss_weight * lse * lse
+    if problem.z_loss_weight:
+        loss = loss + z_loss
+    values = {"log_probs": from_max - log_d, "lse": lse, "z_loss": z_loss}
+    if row.t is not None:
+        values["entropy"] = log_d - row.t / row.d
+
+    def of_target(value: Tensor) -> Tensor:
+        value = torch.where(is_class(target, problem), value, torch.nan)
+        value = torch.where(target == problem.ignore_index, 0.0, value)
+        # Not a view: the caller may change its losses in place.
+        return value.new_empty(shape).copy_(value.view(shape))
+
+    outputs = []
+    for name in problem.outputs:
+        if name == "predictions":
+            assert row.argmax is not None
+            outputs.append(row.argmax.new_empty(shape).copy_(row.argmax.view(shape)))
+        else:
+            outputs.append(of_target(values[name]))
+    saved = [row.m, row.d] if row.t is None else [row.m, row.d, row.t]
+    return of_target(loss), torch.stack(saved), tuple(outputs)
+
+
+def _merge(gathered: Tensor, problem: ShardProblem) -> _Merged:
+    parts, part_max = range(gathered.shape[0]), gathered[:, 0]
+    m = part_max.amax(0)
+    weight = torch.exp(part_max - m)
+    d = torch.zeros_like(m)
+    s = torch.zeros_like(m) if problem.is_smoothed else None
+    t = torch.zeros_like(m) if problem.has_entropy else None
+    argmax = None
+    for part in parts:
+        d = d + weight[part] * gathered[part, 1]
+        shift = part_max[part] - m
+        if s is not None:
+            # 0 columns times an infinite shift is NaN: an empty shard adds nothing.
+            columns = gathered[part, 4]
+            s = s + gathered[part, 3] + torch.where(columns > 0, columns * shift, 0.0)
+        if t is not None:
+            of_part = gathered[part, 5 if problem.is_smoothed else 3] + shift * gathered[part, 1]
+            # A weight of 0 (an infinite shift) times what is infinite is NaN: nothing to add either.
+            t = t + torch.where(weight[part] == 0.0, 0.0, weight[part] * of_part)
+    if problem.has_predictions:
+        ids = gathered[:, -1].contiguous().view(INTEGERS[gathered.dtype]).long()
+        # The smallest id among the parts that have the max; with NaN, which equals nothing, that of the first part.
+        best = torch.where(part_max == m, ids, torch.iinfo(torch.int64).max).amin(0)
+        argmax = torch.where(m.isnan(), ids[0], best)
+    return _Merged(m, d, gathered[:, 2].amax(0), s, t, argmax)
