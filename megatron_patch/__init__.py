@@ -13,8 +13,10 @@ Importing this package imports no Megatron and changes nothing. Imports go one w
     bindings.py   replace and restore attributes, all or none
     wiring.py     LanguageModule's loss method, served by te_ce
     native.py     stand-ins for Megatron's own losses (replace_native)
+    transformer_engine.py   "te" served, and the checks that refuse it lifted (replace_te)
     config.py     does a configuration ask for te_ce; dead settings refused
     status.py     what status() returns
+    log.py        what the log says, and on which rank
     __main__.py   the launcher and `python -m megatron_patch status`
 """
 

@@ -1,7 +1,7 @@
 """The launcher: patch Megatron, then run a training script as if Python had been called on it.
 
-    python -m megatron_patch [--replace-native] [--strict] SCRIPT.py [arguments of the script]
-    torchrun ... -m megatron_patch [--replace-native] [--strict] SCRIPT.py [arguments of the script]
+    python -m megatron_patch [--replace-native] [--replace-te] [--strict] SCRIPT.py [arguments of the script]
+    torchrun ... -m megatron_patch [the same]
     python -m megatron_patch status
 
 `runpy.run_path` would do most of it, but takes the script out of `sys.modules` when it ends, which breaks its
@@ -27,6 +27,7 @@ def main(arguments: list[str]) -> int:
         description="Run a Megatron training script with te_ce's loss available to it.",
     )
     parser.add_argument("--replace-native", action="store_true", help="serve Megatron's own losses too")
+    parser.add_argument("--replace-te", action="store_true", help='serve cross_entropy_fusion_impl="te" too')
     parser.add_argument("--strict", action="store_true", help="refuse a Megatron release that is not known")
     parser.add_argument(
         "script", metavar="SCRIPT.py | status", help="script to run, or status: can Megatron be patched"
@@ -39,8 +40,9 @@ def main(arguments: list[str]) -> int:
         return _print_status(options.strict)
     if not os.path.isfile(options.script):
         parser.error(f"expected a script to run or the word status, but there is no file {options.script!r}")
+    _find_modules_of(options.script)
     try:
-        apply(replace_native=options.replace_native, strict=options.strict)
+        apply(replace_native=options.replace_native, replace_te=options.replace_te, strict=options.strict)
     except PatchError as error:
         return _fail(error)
     _run_script(options.script, options.arguments)
@@ -50,7 +52,7 @@ def main(arguments: list[str]) -> int:
 def _print_status(strict: bool) -> int:
     # A fresh process has nothing to report; what can be shown is whether everything could be replaced here.
     try:
-        with patched(replace_native=True, strict=strict):
+        with patched(replace_native=True, replace_te=True, strict=strict):
             print(status())
     except PatchError as error:
         return _fail(error)
@@ -63,6 +65,12 @@ def _fail(error: PatchError) -> int:
     return 1
 
 
+def _find_modules_of(script: str) -> None:
+    """The script's folder in front of the module search path: what is replaced may lie there (megatron.training)."""
+    if not getattr(sys.flags, "safe_path", False):  # under -P Python itself puts no folder in front
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+
+
 def _run_script(script: str, arguments: list[str]) -> None:
     path = os.path.abspath(script)
     loader = importlib.machinery.SourceFileLoader("__main__", path)
@@ -73,8 +81,6 @@ def _run_script(script: str, arguments: list[str]) -> None:
     )
     sys.modules["__main__"] = module  # for good: pickle, multiprocessing and exit handlers look the script up there
     sys.argv[:] = [script, *arguments]
-    if not getattr(sys.flags, "safe_path", False):  # under -P Python itself puts no folder in front
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
     exec(code, vars(module))
 
 

@@ -43,6 +43,14 @@ def asks_for_te_ce(config: Any) -> bool:
     return True
 
 
+def asks_for_transformer_engine(config: Any) -> bool:
+    """Whether `config`, a TransformerConfig or Megatron's arguments, asks for Transformer Engine's loss."""
+    return (
+        bool(getattr(config, "cross_entropy_loss_fusion", False))
+        and getattr(config, "cross_entropy_fusion_impl", None) == "te"
+    )
+
+
 def check_after(original: Callable[..., None], is_active: Callable[[], bool]) -> Callable[..., None]:
     """`ModelParallelConfig.__post_init__`, followed by the check; only the original once `is_active()` is False."""
 

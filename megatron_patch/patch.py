@@ -7,28 +7,27 @@ There is at most one at a time. Everything is found and judged first (`seams.pla
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import sys
 import threading
 from collections.abc import Iterator
 
-import torch
+from torch import Tensor
 
 from megatron_patch import bindings, seams
 from megatron_patch.errors import PatchError
+from megatron_patch.log import logger, say
 from megatron_patch.status import BindingStatus, Status
 from megatron_patch.wiring import Application
 from te_ce import LossOptions
 from te_ce.counters import served
 
-logger = logging.getLogger("megatron_patch")
-
 _lock = threading.RLock()
 _current: tuple[Application, list[bindings.Binding]] | None = None
 
 
-def apply(replace_native: bool = False, options: LossOptions | None = None, strict: bool = False) -> None:
+def apply(
+    replace_native: bool = False, replace_te: bool = False, options: LossOptions | None = None, strict: bool = False
+) -> None:
     """Make Megatron know te_ce's loss. Inert until a TransformerConfig asks for it with
     `cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te_ce"` (megatron-core 0.10 has no second field: assign
     it to the configuration).
@@ -39,6 +38,9 @@ def apply(replace_native: bool = False, options: LossOptions | None = None, stri
     Args:
         replace_native: also serve callers of Megatron's own fused and unfused losses, whatever the configuration.
             Their `label_smoothing` argument, if not 0, overrides the options' and follows Megatron's formula.
+        replace_te: also serve configurations that ask for Transformer Engine's loss, `cross_entropy_fusion_impl="te"`,
+            whether that is installed or not. The checks of Megatron that refuse it, or warn of it, for faults that
+            te_ce's loss does not have, are lifted, which is then written to the log.
         options: of te_ce, for every loss that it serves; `reduction` must be "none". None: `LossOptions()`.
         strict: raise where there would be a warning: a release of Megatron that is not known, a binding that
             another party has changed before, a model class that overrides the loss.
@@ -52,17 +54,15 @@ def apply(replace_native: bool = False, options: LossOptions | None = None, stri
     options = _check_options(options)
     with _lock:
         if _current is not None:
-            _check_same(*_current, replace_native, options, strict)
+            _check_same(*_current, Application(options, bool(replace_native), bool(replace_te)), strict)
             return
-        application = Application(options, bool(replace_native))
+        application = Application(options, bool(replace_native), bool(replace_te))
         version = seams.megatron_version()
         planned, doubts = seams.plan(application)
         _raise_or_warn(seams.version_doubts(version) + doubts, strict)
         bindings.install(planned)
         _current = (application, planned)
-    if _rank() == 0:
-        names = ", ".join(binding.name for binding in planned)
-        logger.warning("megatron_patch: megatron-core %s, replaced %s", version, names)
+    say("megatron_patch: megatron-core %s, replaced %s", version, ", ".join(binding.name for binding in planned))
 
 
 def revert(strict: bool = False) -> None:
@@ -86,10 +86,12 @@ def revert(strict: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def patched(replace_native: bool = False, options: LossOptions | None = None, strict: bool = False) -> Iterator[None]:
+def patched(
+    replace_native: bool = False, replace_te: bool = False, options: LossOptions | None = None, strict: bool = False
+) -> Iterator[None]:
     """Context manager: `apply` with these arguments, and `revert` unless it was applied before."""
     before = _current
-    apply(replace_native, options, strict)
+    apply(replace_native, replace_te, options, strict)
     try:
         yield
     finally:
@@ -105,6 +107,7 @@ def status() -> Status:
         return Status(
             applied=application is not None,
             replace_native=application is not None and application.replace_native,
+            replace_te=application is not None and application.replace_te,
             options=None if application is None else application.options,
             megatron=None if core is None else str(getattr(core, "__version__", "unknown")),
             bindings=tuple(
@@ -124,18 +127,22 @@ def _check_options(options: LossOptions | None) -> LossOptions:
             'options.reduction: expected "none", as Megatron masks and averages the loss itself, '
             f"got {options.reduction!r}"
         )
+    if isinstance(options.scale, Tensor):
+        raise ValueError("options.scale: expected a number, got a tensor: it is as long as one batch")
     return options
 
 
-def _check_same(
-    application: Application, planned: list[bindings.Binding], native: bool, options: LossOptions, strict: bool
-) -> None:
-    if (application.replace_native, application.options) != (bool(native), options):
-        raise PatchError(
-            f"already applied with replace_native={application.replace_native}, {application.options}, now asked for "
-            f"replace_native={bool(native)}, {options}; call revert() first"
-        )
+def _check_same(application: Application, planned: list[bindings.Binding], wanted: Application, strict: bool) -> None:
+    (now, are), (asked, would_be) = _arguments(application), _arguments(wanted)
+    if now != asked:
+        raise PatchError(f"already applied with {are}, now asked for {would_be}; call revert() first")
     _raise_or_warn([_taken_over(binding) for binding in planned if not binding.is_ours()], strict)
+
+
+def _arguments(application: Application) -> tuple[object, str]:
+    """What `apply` was given, to compare and to print."""
+    native, te, options = application.replace_native, application.replace_te, application.options
+    return (native, te, options), f"replace_native={native}, replace_te={te}, {options}"
 
 
 def _taken_over(binding: bindings.Binding) -> str:
@@ -147,9 +154,3 @@ def _raise_or_warn(doubts: list[str], strict: bool) -> None:
         raise PatchError("; ".join(doubts))
     for doubt in doubts:
         logger.warning("megatron_patch: %s", doubt)
-
-
-def _rank() -> int:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return int(os.environ.get("RANK", "0"))

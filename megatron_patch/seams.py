@@ -6,6 +6,9 @@
     native   the two _VocabParallelCrossEntropy classes by name, and     0.10 - 0.19, with replace_native only
              every module attribute that holds one of them or one of
              the two functions around them
+    te       te_parallel_cross_entropy, every module attribute that      0.12 - 0.19, with replace_te only
+             holds it
+    check    megatron.training.arguments.validate_args, likewise         where megatron.training imports, replace_te
 
 The function names are the obvious targets, and the wrong ones: every caller has its own alias of them, bound before
 anybody can patch. A symbol that is missing, or has another signature than the releases known, is an error; what is
@@ -20,7 +23,7 @@ import inspect
 import re
 from typing import Any
 
-from megatron_patch import config, native, wiring
+from megatron_patch import config, native, transformer_engine, wiring
 from megatron_patch.bindings import Binding, aliases, describe
 from megatron_patch.errors import PatchError
 from megatron_patch.wiring import Application
@@ -52,6 +55,12 @@ UNFUSED_CLASS = Seam("megatron.core.tensor_parallel.cross_entropy", "_VocabParal
 UNFUSED_FUNCTION = Seam("megatron.core.tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy", _UNFUSED)
 FUSED_CLASS = Seam("megatron.core.fusions.fused_cross_entropy", "_VocabParallelCrossEntropy", _FUSED)
 FUSED_FUNCTION = Seam("megatron.core.fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy", _FUSED)
+TE_FUNCTION = Seam(
+    "megatron.core.extensions.transformer_engine",
+    "te_parallel_cross_entropy",
+    (("logits", "labels", "tp_group"), ("logits", "labels", "tp_group", "is_cg_capturable")),
+)
+ARGUMENT_CHECK = Seam("megatron.training.arguments", "validate_args", (("args", "defaults"),))
 
 
 def megatron_version() -> str:
@@ -92,7 +101,8 @@ def plan(application: Application) -> tuple[list[Binding], list[str]]:
     doubts += _overriding_subclasses(holder, attribute)
     bindings = [Binding(holder, attribute, original, wiring.make_method(original, application), "loss")]
     holder, attribute, original = _find(CONFIG_HOOK, doubts)
-    hook = config.check_after(original, lambda: application.active)
+    check = transformer_engine.without_refusal(original, application) if application.replace_te else original
+    hook = config.check_after(check, lambda: application.active)
     bindings.append(Binding(holder, attribute, original, hook, "config"))
     if application.replace_native:
         unfused, fused = native.make_unfused(application), native.make_fused(application)
@@ -105,7 +115,36 @@ def plan(application: Application) -> tuple[list[Binding], list[str]]:
             _, _, original = _find(seam, doubts)
             replacement = make(original, loss, application)
             bindings += [Binding(module, name, original, replacement, "native") for module, name in aliases(original)]
+    if application.replace_te:
+        bindings += _te_bindings(application, doubts) + _check_bindings(application, doubts)
     return bindings, doubts
+
+
+def _te_bindings(application: Application, doubts: list[str]) -> list[Binding]:
+    """Megatron's wrapper around Transformer Engine's loss; none in 0.10, and None where that is not installed."""
+    language_module = importlib.import_module(LOSS_METHOD.module)
+    missing = object()
+    original = getattr(language_module, TE_FUNCTION.name, missing)
+    if original is missing:
+        return []
+    if original is None:
+        holders = [(language_module, TE_FUNCTION.name)]  # not every module that holds a None
+    else:
+        _, _, original = _find(TE_FUNCTION, doubts)
+        holders = list(aliases(original))
+    replacement = transformer_engine.stand_in(original, application)
+    return [Binding(module, name, original, replacement, "te") for module, name in holders]
+
+
+def _check_bindings(application: Application, doubts: list[str]) -> list[Binding]:
+    """The check of the command line's arguments. A script that cannot import it is not stopped by it either."""
+    try:
+        importlib.import_module(ARGUMENT_CHECK.module)
+    except Exception:  # whatever a package that was made for another Python or other packages raises
+        return []
+    _, _, original = _find(ARGUMENT_CHECK, doubts)
+    replacement = transformer_engine.without_refusal(original, application)
+    return [Binding(module, name, original, replacement, "check") for module, name in aliases(original)]
 
 
 def _find(seam: Seam, doubts: list[str]) -> tuple[Any, str, Any]:

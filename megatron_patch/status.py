@@ -14,7 +14,7 @@ class BindingStatus:
     Args:
         module: dotted name of the module or class that holds it.
         attribute: its name there.
-        role: "loss", "config" or "native".
+        role: "loss", "config", "native", "te" or "check".
         ours: whether it holds our replacement now.
         found: what it holds now.
     """
@@ -37,6 +37,7 @@ class Status:
     Args:
         applied: between `apply()` and `revert()`.
         replace_native: whether Megatron's own entry points are replaced too.
+        replace_te: whether configurations that ask for Transformer Engine's loss are served, too.
         options: what te_ce is called with; None while not applied.
         megatron: version of megatron-core, None while it is not imported.
         bindings: what was replaced; empty while not applied.
@@ -45,6 +46,7 @@ class Status:
 
     applied: bool
     replace_native: bool
+    replace_te: bool
     options: LossOptions | None
     megatron: str | None
     bindings: tuple[BindingStatus, ...]
@@ -57,7 +59,8 @@ class Status:
 
     def __str__(self) -> str:
         lines = [f"megatron_patch: {'applied' if self.applied else 'not applied'}"]
-        lines.append(f"  megatron-core {self.megatron or '(not imported)'}, replace_native={self.replace_native}")
+        switches = f"replace_native={self.replace_native}, replace_te={self.replace_te}"
+        lines.append(f"  megatron-core {self.megatron or '(not imported)'}, {switches}")
         if self.options is not None:
             lines.append(f"  {self.options}")
         lines += [f"  {binding}" for binding in self.bindings]

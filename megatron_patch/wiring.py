@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_patch.config import asks_for_te_ce
+from megatron_patch.config import asks_for_te_ce, asks_for_transformer_engine
 from te_ce import LossOptions, vocab_parallel_cross_entropy
 
 
@@ -30,11 +30,15 @@ class Application:
     Args:
         options: what te_ce is called with.
         replace_native: whether Megatron's own entry points are replaced too.
+        replace_te: whether a configuration that asks for Transformer Engine's loss is served, too.
+        said: the functions whose lifted checks are in the log.
         active: False from `revert()` on. Replacements that somebody still holds then behave as the originals.
     """
 
     options: LossOptions
     replace_native: bool
+    replace_te: bool = False
+    said: set[str] = dataclasses.field(default_factory=set)
     active: bool = True
 
 
@@ -43,22 +47,20 @@ def make_method(original: Callable[..., Tensor], application: Application) -> Ca
 
     @functools.wraps(original)
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
-        if application.active and _is_ours(self, logits, application.replace_native):
+        if application.active and _is_ours(self, logits, application):
             return language_model_loss(self, labels, logits, application.options)
         return original(self, labels, logits)
 
     return compute_language_model_loss
 
 
-def _is_ours(model: Any, logits: Tensor, replace_native: bool) -> bool:
+def _is_ours(model: Any, logits: Tensor, application: Application) -> bool:
     if asks_for_te_ce(model.config):
         return True
+    if asks_for_transformer_engine(model.config):
+        return application.replace_te
     # Megatron's own entry points cannot tell gathered logits from a shard; here the model is at hand to tell.
-    uses_te = (
-        getattr(model.config, "cross_entropy_loss_fusion", False)
-        and getattr(model.config, "cross_entropy_fusion_impl", "") == "te"
-    )
-    return replace_native and not uses_te and is_gathered(model, logits, tensor_parallel_group(model))
+    return application.replace_native and is_gathered(model, logits, tensor_parallel_group(model))
 
 
 def language_model_loss(model: Any, labels: Tensor, logits: Tensor, options: LossOptions) -> Tensor:

@@ -54,9 +54,9 @@ def batch_for(group, b=2, s=8, negative=()):
     return gpt.make_batch(b, s, negative, seed=dist.get_global_rank(group, 0))
 
 
-def ask(model):
+def ask(model, implementation="te_ce"):
     model.config.cross_entropy_loss_fusion = True
-    model.config.cross_entropy_fusion_impl = "te_ce"
+    model.config.cross_entropy_fusion_impl = implementation
     return model
 
 
@@ -79,12 +79,12 @@ def check_grads(grads, expected):
         torch.testing.assert_close(grad, expected[name], rtol=0, atol=2e-6 * float(expected[name].abs().max()))
 
 
-def check_model(model, batch, reduce, group, **arguments):
+def check_model(model, batch, reduce, group, implementation="te_ce", **arguments):
     """With the flag: the dense loss, and the parameter gradients of Megatron's unfused loss."""
     _, expected = gpt.loss_and_grads(model, batch, reduce)
     dense = gpt.dense_loss(model, batch, group)
     before = count()
-    loss, grads = gpt.loss_and_grads(ask(model), batch, reduce, **arguments)
+    loss, grads = gpt.loss_and_grads(ask(model, implementation), batch, reduce, **arguments)
     assert count() == before + 1
     check_loss(loss, dense, group)
     check_grads(grads, expected)
@@ -102,6 +102,12 @@ def test_flag(group, tied, b, s, negative, reduce):
         reduce = lambda loss, mask: (loss * mask).mean()  # noqa: E731 - Megatron's own has no ignored rows without a mask
     megatron_patch.apply()
     check_model(gpt.make_model(group.size(), tied=tied), batch_for(group, b, s, negative), reduce, group)
+
+
+def test_replace_te(group):
+    megatron_patch.apply(replace_te=True)
+    model, batch = gpt.make_model(group.size()), batch_for(group, negative=(-100, -1))
+    check_model(model, batch, gpt.masked_sum, group, "te")
 
 
 @pytest.mark.parametrize("fault", gpt.broken_losses(None))
@@ -136,12 +142,12 @@ def test_inert_without_the_flag(group, fused):
 # Megatron's gather calls it.
 @pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor. is deprecated:FutureWarning")
 @pytest.mark.parametrize("how", ["parallel_output", "runtime_gather_output"])
-@pytest.mark.parametrize("by", ["flag", "replace_native"])
+@pytest.mark.parametrize("by", ["flag", "replace_native", "replace_te"])
 def test_gathered_logits(group, how, by, monkeypatch):
     """Every rank has all columns: the plain loss, not one that is log(TP) too high."""
     if gpt.device().type == "cpu":  # Megatron's gather allocates on "the current CUDA device"
         monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    megatron_patch.apply(replace_native=by == "replace_native")
+    megatron_patch.apply(replace_native=by == "replace_native", replace_te=by == "replace_te")
     sharded, batch = gpt.make_model(group.size()), batch_for(group)
     dense = gpt.dense_loss(sharded, batch, group)
     _, expected = gpt.loss_and_grads(ask(sharded), batch, gpt.masked_sum)
@@ -151,7 +157,9 @@ def test_gathered_logits(group, how, by, monkeypatch):
     else:  # the setting of the layer, which old releases have nothing else for
         model.output_layer.gather_output = True
     before = count()
-    loss, grads = gpt.loss_and_grads(ask(model) if by == "flag" else model, batch, gpt.masked_sum, **arguments)
+    if by != "replace_native":
+        ask(model, "te" if by == "replace_te" else "te_ce")
+    loss, grads = gpt.loss_and_grads(model, batch, gpt.masked_sum, **arguments)
     assert count() == before + 1
     check_loss(loss, dense, group)
     check_grads(grads, expected)

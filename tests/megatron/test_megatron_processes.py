@@ -167,11 +167,36 @@ def test_launcher_replaces_native(tmp_path):
     assert "NOT OURS" not in result.stdout
 
 
+def test_launcher_replaces_te(tmp_path):
+    """Also the check of a `megatron.training` that lies next to the script, as in Megatron's own tree."""
+    script = tmp_path / "tree" / "script.py"
+    (tmp_path / "tree" / "megatron" / "training").mkdir(parents=True)
+    (tmp_path / "tree" / "megatron" / "training" / "arguments.py").write_text(
+        "def validate_args(args, defaults={}): assert args.cross_entropy_fusion_impl != 'te'"
+    )
+    script.write_text(
+        textwrap.dedent("""
+        import types
+        import megatron_patch
+        from megatron.training.arguments import validate_args
+        validate_args(types.SimpleNamespace(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te"))
+        print(megatron_patch.status())
+        """)
+    )
+    result = run("-m", "megatron_patch", "--replace-te", script)
+    assert "replace_native=False, replace_te=True" in result.stdout, result.stderr
+    assert "megatron.training.arguments.validate_args: ours" in result.stdout
+    assert "NOT OURS" not in result.stdout
+    assert 'cross_entropy_fusion_impl="te" is served by te_ce; validate_args is shown "native"' in result.stderr
+    assert run("-m", "megatron_patch", script).returncode == 1
+
+
 def test_status_command():
     result = run("-m", "megatron_patch", "status")
     assert result.returncode == 0, result.stderr
     assert "LanguageModule.compute_language_model_loss: ours" in result.stdout
     assert "fused_cross_entropy._VocabParallelCrossEntropy: ours" in result.stdout
+    assert "language_module.te_parallel_cross_entropy: ours" in result.stdout
     assert "losses served in this process: triton 0, torch 0" in result.stdout
 
 

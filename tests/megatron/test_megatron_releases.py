@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import types
 
 import pytest
 import stub_megatron
 import torch
 import torch.nn.functional as F
-from stub_megatron import RELEASES
+from stub_megatron import RELEASES, make_model, module
 
 import megatron_patch
 from megatron_patch import native, wiring
@@ -30,19 +28,8 @@ class FakeGroup:
 @pytest.fixture(params=RELEASES.values(), ids=RELEASES)
 def release(request, tmp_path, monkeypatch):
     """The stand-in package as `megatron.core` of this process; the real one afterwards."""
-    stub_megatron.write(request.param, tmp_path)
-
-    def forget():
-        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "megatron"}
-
-    kept = forget()
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.invalidate_caches()
-    importlib.import_module("megatron.core.models.gpt")
-    yield request.param
-    megatron_patch.revert()
-    forget()
-    sys.modules.update(kept)
+    with stub_megatron.installed(request.param, tmp_path, monkeypatch):
+        yield request.param
 
 
 @pytest.fixture
@@ -54,25 +41,9 @@ def calls(monkeypatch):
         seen.append(types.SimpleNamespace(logits=logits, target=target, group=group, options=options, inplace=inplace))
         return logits.sum(-1).float()
 
-    for module in (wiring, native):
-        monkeypatch.setattr(module, "vocab_parallel_cross_entropy", record)
+    for caller in (wiring, native):
+        monkeypatch.setattr(caller, "vocab_parallel_cross_entropy", record)
     return seen
-
-
-def module(name):
-    return importlib.import_module(f"megatron.core.{name}")
-
-
-def make_model(release, group=None, **fields):
-    late = {}
-    if not release.implementation_field and "cross_entropy_fusion_impl" in fields:
-        late["cross_entropy_fusion_impl"] = fields.pop("cross_entropy_fusion_impl")
-    config = module("transformer.transformer_config").TransformerConfig(**fields)
-    vars(config).update(late)
-    model = module("models.gpt").GPTModel(config, group)
-    if not release.holder:
-        module("parallel_state").GROUP = group
-    return model
 
 
 ASKING = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te_ce"}
