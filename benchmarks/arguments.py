@@ -10,7 +10,9 @@ from benchmarks.providers import LOADERS
 
 def add_arguments(parser: argparse.ArgumentParser, shapes: list[str], runs: int, names: list[str]) -> None:
     """The arguments that both commands take."""
-    parser.add_argument("--shapes", nargs="+", type=_shape, default=list(map(_shape, shapes)), metavar="NxV")
+    parser.add_argument(
+        "--shapes", nargs="+", type=rows_and_columns, default=list(map(rows_and_columns, shapes)), metavar="NxV"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--providers", nargs="+", default=names, choices=list(LOADERS), metavar="NAME")
     parser.add_argument(
@@ -29,11 +31,12 @@ def _skip(text: str) -> str:
     if name not in LOADERS:
         raise argparse.ArgumentTypeError(f"expected one of {', '.join(LOADERS)}, got {name!r}")
     if shape:
-        _shape(shape)
+        rows_and_columns(shape)
     return text
 
 
-def _shape(text: str) -> tuple[int, int]:
+def rows_and_columns(text: str) -> tuple[int, int]:
+    """A shape of the command line."""
     try:
         rows, columns = map(int, text.split("x"))
     except ValueError:
