@@ -22,7 +22,7 @@ example: venv
 	$(TORCHRUN) $(if $(filter 0,$(GPUS)),2,$(GPUS)) examples/pretrain_gpt.py $(ARGS)
 
 # Each part fails when it collected nothing (pytest exits with 5), and the first one also when the kernels were not
-# really run. Distributed tests run on 2, 3 and 4 gloo ranks; with GPUs also over NCCL, one rank a GPU.
+# really run. Distributed tests run on 2, 3 and 4 gloo ranks; with several GPUs also over NCCL, one rank a GPU.
 test: venv
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto tests/unit \
 		--must-pass-on torch-cpu --must-pass-on triton-interpreter
@@ -36,6 +36,8 @@ test: venv
 ifneq ($(GPUS),0)
 	$(PYTEST) tests/unit tests/gpu --ignore tests/gpu/test_compile_on_gpu.py --must-pass-on triton-cuda
 	$(PYTEST) tests/gpu/test_compile_on_gpu.py
+endif
+ifneq ($(filter-out 0 1,$(GPUS)),)
 	$(TORCHRUN) $(GPUS) -m pytest -q tests/distributed --must-pass-on triton-cuda
 endif
 
