@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
 from te_ce import LossOptions, vocab_parallel_cross_entropy
+from te_ce.outputs import OUTPUTS
+from tests.support.graphs import captured, new_inputs
 
 _COLUMNS = [1000, 50_257, 128_256]  # one part, rows that begin inside a vector, several parts
 _ROWS = 64
-
-
-def _new_inputs(logits: Tensor, target: Tensor, g: Tensor, ignored: int, seed: int) -> None:
-    random = torch.Generator(device="cuda").manual_seed(seed)
-    logits.copy_(torch.randn(logits.shape, generator=random, device="cuda").mul_(3))
-    target.random_(logits.shape[-1], generator=random)
-    target[:ignored] = -100
-    g.normal_(generator=random)
-
-
-def _captured(step: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = step()
-    return graph, outputs
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.1])
@@ -43,7 +22,7 @@ def test_replayed_with_new_data(columns: int, alpha: float, reduction: str) -> N
     logits = torch.empty(_ROWS, columns, dtype=torch.bfloat16, device="cuda")
     target = torch.empty(_ROWS, dtype=torch.int64, device="cuda")
     g = torch.empty(_ROWS, device="cuda")
-    _new_inputs(logits, target, g, 3, 0)
+    new_inputs(logits, target, g, columns, 3, 0)
     logits.requires_grad_()
 
     def step() -> tuple[Tensor, ...]:
@@ -52,10 +31,10 @@ def test_replayed_with_new_data(columns: int, alpha: float, reduction: str) -> N
         (grad,) = torch.autograd.grad(loss, logits, upstream)
         return loss.detach(), grad
 
-    graph, (loss, grad) = _captured(step)
+    graph, (loss, grad) = captured(step)
     for seed, ignored in ((1, 0), (2, 40), (3, _ROWS), (4, 1)):
         with torch.no_grad():
-            _new_inputs(logits, target, g, ignored, seed)
+            new_inputs(logits, target, g, columns, ignored, seed)
         loss.fill_(torch.nan)
         grad.fill_(torch.nan)
         graph.replay()
@@ -64,6 +43,36 @@ def test_replayed_with_new_data(columns: int, alpha: float, reduction: str) -> N
         assert torch.equal(grad, expected_grad)
         assert grad.isfinite().all()
         assert (grad[:ignored] == 0).all()
+
+
+@pytest.mark.parametrize("columns", _COLUMNS)
+def test_options_and_outputs_replayed_with_new_data(columns: int) -> None:
+    logits = torch.empty(_ROWS, columns, dtype=torch.bfloat16, device="cuda")
+    target = torch.empty(_ROWS, dtype=torch.int64, device="cuda")
+    g, scale = torch.empty(_ROWS, device="cuda"), torch.ones(_ROWS, device="cuda")
+    new_inputs(logits, target, g, columns, 3, 0)
+    logits.requires_grad_()
+
+    def step() -> tuple[Tensor, ...]:
+        out = vocab_parallel_cross_entropy(
+            logits, target, outputs=OUTPUTS, scale=scale, softcap=20.0, z_loss_weight=1e-3, label_smoothing=0.1
+        )
+        differentiable = (out.loss, out.log_probs, out.entropy, out.lse)
+        (grad,) = torch.autograd.grad(differentiable, logits, (g, g * 2, g * 3, g * 4))
+        return grad, *(value.detach() for value in out)
+
+    graph, replayed = captured(step)
+    for seed, ignored in ((1, 0), (2, 40), (3, _ROWS), (4, 1)):
+        with torch.no_grad():
+            new_inputs(logits, target, g, columns, ignored, seed)
+            scale.uniform_(0.5, 2.0)
+        for value in replayed:
+            value.fill_(-1)
+        graph.replay()
+        for value, expected in zip(replayed, step(), strict=True):
+            assert torch.equal(value, expected)
+        assert (replayed[0][:ignored] == 0).all()
+        assert replayed[0].isfinite().all()
 
 
 class _Head(torch.autograd.Function):
@@ -93,7 +102,7 @@ def test_logits_made_in_the_graph_are_overwritten() -> None:
         return loss.detach(), *torch.autograd.grad(loss.sum(), (hidden, weight))
 
     taken: list[bool] = []
-    graph, outputs = _captured(step)
+    graph, outputs = captured(step)
     assert taken[-1], "in the captured step"
     with torch.no_grad():
         hidden.normal_()

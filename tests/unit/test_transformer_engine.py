@@ -15,44 +15,17 @@ from te_ce import LossOptions
 from te_ce.transformer_engine import parallel_cross_entropy
 from tests.support.bounds import check_gradient, check_loss
 from tests.support.broken import BROKEN
-from tests.support.dense import Dense, dense
 from tests.support.subject import Subject
-
-B, S, V = 2, 5, 67
-
-
-def _draw(subject: Subject, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [b, s, V], target with one ignored row, gradient of the loss [b, s]."""
-    random = torch.Generator().manual_seed(4)
-    logits = torch.randn(B, S, V, generator=random).mul(3).to(dtype)
-    target = torch.randint(V, (B, S), generator=random)
-    target[0, 1] = -100
-    return logits.to(subject.device), target.to(subject.device), torch.randn(B, S, generator=random).to(subject.device)
-
-
-def _call(subject: Subject, *arguments: Any, **keywords: Any) -> Tensor:
-    with subject.serving():
-        return parallel_cross_entropy(*arguments, **keywords)
-
-
-def _truth(logits: Tensor, target: Tensor, g: Tensor, alpha: float = 0.0, ignore_idx: int = -100) -> Dense:
-    """By torch's own loss, in float64 on the CPU; rows flattened. `g` of one element is that of the mean."""
-    x = logits.detach().cpu().double().reshape(-1, logits.shape[-1]).requires_grad_()
-    y, g = target.cpu().reshape(-1), g.detach().cpu().double()
-    loss = F.cross_entropy(x, y, label_smoothing=alpha, ignore_index=ignore_idx, reduction="none")
-    g = g.reshape(-1) if g.numel() > 1 else (g.reshape(1) / (y != ignore_idx).sum()).expand_as(loss)
-    (grad,) = torch.autograd.grad(loss, x, g)
-    of_logits = dense(x, y, LossOptions(ignore_index=ignore_idx), torch.ones_like(y))
-    return of_logits._replace(loss=loss.detach(), grad=grad)
+from tests.support.transformer_engine import B, S, V, call, draw, truth_of
 
 
 def _check_against_float64(subject: Subject, dtype: torch.dtype, alpha: float, reduce: bool, overwrite: bool) -> None:
-    logits, target, g = _draw(subject, dtype)
+    logits, target, g = draw(subject, dtype)
     g = g[:1, 0] if reduce else g
     x = logits.clone().requires_grad_()
-    loss = _call(subject, x * 1, target, alpha, reduce, overwrite_input=overwrite)
+    loss = call(subject, x * 1, target, alpha, reduce, overwrite_input=overwrite)
     (grad,) = torch.autograd.grad(loss, x, g)
-    truth = _truth(logits, target, g, alpha)
+    truth = truth_of(logits, target, g, alpha)
     assert loss.dtype == torch.float32
     assert grad.dtype == dtype
     kept = target.reshape(-1) != -100
@@ -113,10 +86,10 @@ def test_signature() -> None:
 
 
 def test_positional_and_keyword_are_the_same(subject: Subject) -> None:
-    logits, target, _ = _draw(subject)
+    logits, target, _ = draw(subject)
     target[0, 1] = 3
-    by_position = _call(subject, logits, target, 0.1, True, None, 3, False)
-    by_name = _call(
+    by_position = call(subject, logits, target, 0.1, True, None, 3, False)
+    by_name = call(
         subject,
         inp=logits,
         target=target,
@@ -131,13 +104,13 @@ def test_positional_and_keyword_are_the_same(subject: Subject) -> None:
 
 def test_ignore_idx(subject: Subject) -> None:
     """A class like any other may be the one to ignore; the default one then is no class."""
-    logits, target, g = _draw(subject)
+    logits, target, g = draw(subject)
     target[0, 1] = 7
     target[1, 2] = 7
     x = logits.clone().requires_grad_()
-    loss = _call(subject, x, target, 0.1, ignore_idx=7)
+    loss = call(subject, x, target, 0.1, ignore_idx=7)
     (grad,) = torch.autograd.grad(loss, x, g)
-    truth = _truth(logits, target, g, 0.1, 7)
+    truth = truth_of(logits, target, g, 0.1, 7)
     assert loss[0, 1] == loss[1, 2] == 0
     assert (grad[0, 1] == 0).all()
     torch.testing.assert_close(loss.double().cpu().view(-1), truth.loss, rtol=0, atol=1e-5)
@@ -146,10 +119,10 @@ def test_ignore_idx(subject: Subject) -> None:
 
 @pytest.mark.parametrize("reduce", [False, True])
 def test_nothing_but_ignored_rows(subject: Subject, reduce: bool) -> None:
-    logits, target, _ = _draw(subject)
+    logits, target, _ = draw(subject)
     logits[0, 0] = torch.nan
     x = logits.requires_grad_()
-    loss = _call(subject, x, target.fill_(-100), 0.1, reduce)
+    loss = call(subject, x, target.fill_(-100), 0.1, reduce)
     assert (loss == 0).all()
     loss.sum().backward()
     assert (x.grad == 0).all()
@@ -157,10 +130,10 @@ def test_nothing_but_ignored_rows(subject: Subject, reduce: bool) -> None:
 
 @pytest.mark.parametrize("target", [-1, V, 2**40])
 def test_target_that_is_no_class(subject: Subject, target: int) -> None:
-    logits, targets, _ = _draw(subject)
+    logits, targets, _ = draw(subject)
     targets[1, 3] = target
     x = logits.requires_grad_()
-    loss = _call(subject, x, targets)
+    loss = call(subject, x, targets)
     loss.sum().backward()
     assert loss.isnan().nonzero().tolist() == [[1, 3]]
     assert x.grad[1, 3].isnan().all()
@@ -178,145 +151,34 @@ def _layouts(logits: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("layout", ["transposed", "every second column", "rows apart"])
 def test_layouts_of_inp(subject: Subject, layout: str) -> None:
-    logits, target, g = _draw(subject)
+    logits, target, g = draw(subject)
     x = _layouts(logits)[layout].detach().requires_grad_()
     assert not x.is_contiguous()
-    loss = _call(subject, x, target)
+    loss = call(subject, x, target)
     (grad,) = torch.autograd.grad(loss, x, g)
-    truth = _truth(logits, target, g)
+    truth = truth_of(logits, target, g)
     check_loss(loss, truth)
     torch.testing.assert_close(grad.double().cpu().reshape(-1, V), truth.grad, rtol=0, atol=1e-6)
 
 
 def test_layouts_of_target(subject: Subject) -> None:
     """Flat, a column, and the odd strides that a transpose leaves."""
-    logits, target, _ = _draw(subject)
-    expected = _call(subject, logits, target)
+    logits, target, _ = draw(subject)
+    expected = call(subject, logits, target)
     for other in (target.flatten(), target.view(-1, 1), target.t().contiguous().t()):
-        assert torch.equal(_call(subject, logits, other), expected)
-    swapped = _call(subject, logits.transpose(0, 1), target.t())
+        assert torch.equal(call(subject, logits, other), expected)
+    swapped = call(subject, logits.transpose(0, 1), target.t())
     assert torch.equal(swapped, expected.t())
 
 
-@pytest.mark.parametrize("change", ["zeroed", "released"])
-def test_inp_is_the_callers_again_after_the_call(subject: Subject, change: str) -> None:
-    logits, target, g = _draw(subject)
-    x = logits.clone().requires_grad_()
-    inp = x * 1
-    loss = _call(subject, inp, target)
-    assert torch.equal(inp, logits)
-    assert inp._version == 0
-    if change == "zeroed":
-        with torch.no_grad():
-            inp.zero_()
-    else:
-        inp.untyped_storage().resize_(0)
-    (grad,) = torch.autograd.grad(loss, x, g)
-    torch.testing.assert_close(grad.double().cpu().view(-1, V), _truth(logits, target, g).grad, rtol=0, atol=1e-6)
-
-
-def test_inp_is_preserved_in_backward(subject: Subject) -> None:
-    logits, target, g = _draw(subject)
-    x = logits.clone().requires_grad_()
-    inp = x * 1
-    total = inp.square().sum()
-    _call(subject, inp, target).backward(g, retain_graph=True)
-    assert torch.equal(inp, logits)
-    total.backward()
-    expected = _truth(logits, target, g).grad + 2 * logits.cpu().double().view(-1, V)
-    torch.testing.assert_close(x.grad.double().cpu().view(-1, V), expected, rtol=0, atol=5e-6)
-
-
-def test_overwrite_input(subject: Subject) -> None:
-    """The gradient is where the logits were, and whoever still needs those hears of it."""
-    logits, target, g = _draw(subject)
-    x = logits.clone().requires_grad_()
-    inp = x * 1
-    total, version = inp.square().sum(), inp._version
-    loss = _call(subject, inp, target, overwrite_input=True)
-    assert torch.equal(inp, logits)
-    (grad,) = torch.autograd.grad(loss, inp, g)
-    assert grad.data_ptr() == inp.data_ptr()
-    assert inp._version > version
-    check_loss(loss, _truth(logits, target, g))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        total.backward()
-
-
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_second_backward_raises(subject: Subject, overwrite: bool, hooked: bool) -> None:
-    logits, target, _ = _draw(subject)
-    x = logits.clone().requires_grad_()
-
-    def same(tensor: Tensor) -> Tensor:
-        return tensor
-
-    if hooked:  # autograd then compares no versions
-        with torch.autograd.graph.saved_tensors_hooks(same, same):
-            loss = _call(subject, x * 1, target, overwrite_input=overwrite).sum()
-    else:
-        loss = _call(subject, x * 1, target, overwrite_input=overwrite).sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="differentiated before"):
-        loss.backward()
-
-
-def test_second_derivative_raises(subject: Subject) -> None:
-    logits, target, _ = _draw(subject)
-    x = logits.requires_grad_()
-    (grad,) = torch.autograd.grad(_call(subject, x, target).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiated again"):
-        torch.autograd.grad(grad.sum() + x.pow(3).sum(), x)
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("reduce", [False, True])
-def test_saved_state(subject: Subject, reduce: bool, overwrite: bool) -> None:
-    """What saved-tensor hooks see: logits (or their copy), m and d, target, and for the mean the number of rows."""
-    logits, target, _ = _draw(subject, torch.bfloat16)
-    x = logits.clone().requires_grad_()
-    saved: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = _call(subject, x, target, 0.1, reduce, overwrite_input=overwrite)
-    kept, stats, saved_target, *count = saved
-    assert (kept.dtype, kept.shape) == (torch.bfloat16, x.shape)
-    assert (kept.data_ptr() == x.data_ptr()) == overwrite
-    assert (stats.dtype, stats.shape) == (torch.float32, (B * S, 2))
-    m = logits.float().amax(-1)
-    torch.testing.assert_close(stats[:, 0], m.view(-1))
-    torch.testing.assert_close(stats[:, 1], (logits.float() - m[..., None]).exp().sum(-1).view(-1))
-    assert torch.equal(saved_target, target)
-    assert [(n.dtype, n.tolist()) for n in count] == ([(torch.int64, [B * S - 1])] if reduce else [])
-    loss.backward(torch.ones_like(loss))
-    assert torch.equal(kept, x.grad)
-
-
-def test_nothing_is_copied_without_a_gradient(subject: Subject) -> None:
-    logits, target, _ = _draw(subject)
-    x = logits.clone().requires_grad_()
-    expected = _call(subject, x, target)
-    with torch.no_grad():
-        loss = _call(subject, x, target)
-    assert not loss.requires_grad
-    assert torch.equal(loss, expected)
-    with torch.inference_mode():
-        assert torch.equal(_call(subject, logits, target), expected)
-
-
 def test_deprecated_arguments(subject: Subject) -> None:
-    logits, target, _ = _draw(subject)
-    expected = _call(subject, logits, target)
+    logits, target, _ = draw(subject)
+    expected = call(subject, logits, target)
     with pytest.warns(FutureWarning, match="_input is deprecated: pass the logits as inp") as seen:
-        assert torch.equal(_call(subject, torch.zeros_like(logits), target, _input=logits), expected)
-    assert seen[0].filename == __file__
+        assert torch.equal(call(subject, torch.zeros_like(logits), target, _input=logits), expected)
+    assert seen[0].filename == call.__code__.co_filename
     with pytest.warns(FutureWarning, match="is_cg_capturable is deprecated"):
-        assert torch.equal(_call(subject, logits, target, 0.0, False, None, -100, True), expected)
+        assert torch.equal(call(subject, logits, target, 0.0, False, None, -100, True), expected)
 
 
 _X, _Y = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
@@ -368,5 +230,5 @@ def test_cpu_logits_are_refused_where_there_is_a_gpu(monkeypatch: pytest.MonkeyP
 def test_one_class(subject: Subject) -> None:
     x = torch.randn(2, 3, 1, device=subject.device).requires_grad_()
     for alpha in (0.0, 0.3, 1.0):
-        loss = _call(subject, x, torch.zeros(2, 3, dtype=torch.int64, device=subject.device), alpha)
+        loss = call(subject, x, torch.zeros(2, 3, dtype=torch.int64, device=subject.device), alpha)
         assert (loss == 0).all()
