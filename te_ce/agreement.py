@@ -20,21 +20,25 @@ from te_ce.problem import ShardProblem
 from te_ce.record import TEXT_BYTES, Record, decode, describe_error, encode
 
 
-def raise_for_faults(target: Tensor, record: Record, problem: ShardProblem, group: ProcessGroup | None) -> None:
+def raise_for_faults(
+    target: Tensor, row_scale: Tensor | None, record: Record, problem: ShardProblem, group: ProcessGroup | None
+) -> None:
     """Raise on every rank of `group` if any rank has a fault or two of them disagree.
 
     One all-gather of RECORD_BYTES a rank, none for `group=None`, and a host synchronisation.
 
     Args:
         target: [..] of this rank.
-        record: of this rank's call, but for the target.
+        row_scale: [..] float32 of this rank, or None.
+        record: of this rank's call, but for the values of these two.
 
     Raises:
         RuntimeError: a rank could not make the call; names it and its error.
-        ValueError: the ranks disagree; names the argument and every rank's value.
+        ValueError: the ranks disagree; names the argument and every rank's value. Or a row's scale is 0, infinite or
+            NaN.
         IndexError: a rank has a bad target; names the rank within the group, the row and the value.
     """
-    record = _with_bad_targets(record, target, problem)
+    record = _with_values(record, target, row_scale, problem)
     if group is None:
         judge([record], problem)
     else:
@@ -75,17 +79,43 @@ def judge(records: Sequence[Record], problem: ShardProblem) -> None:
                 f"target: rank {rank} has {record.bad_rows} bad row(s), the first is row {record.row} with target "
                 f"{record.value}: expected 0 <= target < {problem.classes} or ignore_index={problem.ignore_index}"
             )
+        if record.bad_scales:
+            raise ValueError(
+                f"scale: rank {rank} has {record.bad_scales} row(s) whose scale is 0, infinite or NaN, the first is "
+                f"row {record.scale_row}: expected finite numbers other than 0"
+            )
+    for name in ("target", "scale"):
+        checksums = [getattr(record, f"{name}_checksum") for record in records]
+        if len(set(checksums)) > 1:
+            raise ValueError(
+                f"{name}: expected the same values on every rank of the group, got some that differ, with checksums "
+                f"{_by_rank(checksums)}"
+            )
 
 
-def _with_bad_targets(record: Record, target: Tensor, problem: ShardProblem) -> Record:
-    """`record` with the targets that are neither a class nor `ignore_index`."""
+def _with_values(record: Record, target: Tensor, row_scale: Tensor | None, problem: ShardProblem) -> Record:
+    """`record` with what is to be known of the values: which are wrong, and a checksum of all."""
     if target.numel() == 0:
         return record
     flat = target.reshape(-1).long()
-    bad = ((flat < 0) | (flat >= problem.classes)) & (flat != problem.ignore_index)
+    is_ignored = flat == problem.ignore_index
+    bad = ((flat < 0) | (flat >= problem.classes)) & ~is_ignored
     first = bad.to(torch.int8).argmax()
-    bad_rows, row, value = torch.stack((bad.sum(), first, flat[first])).tolist()
-    return dataclasses.replace(record, bad_rows=bad_rows, row=row, value=value) if bad_rows else record
+    numbers = [bad.sum(), first, flat[first], _checksum(flat)]
+    names = ["bad_rows", "row", "value", "target_checksum"]
+    if row_scale is not None:
+        scale = row_scale.reshape(-1)
+        bad_scale = (~scale.isfinite() | (scale == 0.0)) & ~is_ignored
+        numbers += [bad_scale.sum(), bad_scale.to(torch.int8).argmax(), _checksum(scale.view(torch.int32).long())]
+        names += ["bad_scales", "scale_row", "scale_checksum"]
+    values = dict(zip(names, torch.stack(numbers).tolist(), strict=True))
+    return dataclasses.replace(record, **values)
+
+
+def _checksum(values: Tensor) -> Tensor:
+    """A sum of int64 [N], modulo 2^64, that also tells their order: each times an odd number made of its place."""
+    place = torch.arange(1, values.numel() + 1, device=values.device) * 0x1E3779B97F4A7C15
+    return (values * (((place ^ (place >> 29)) * 0x3F58476D1CE4E5B9) | 1)).sum()
 
 
 def _raise_for_facts(records: Sequence[Record]) -> None:

@@ -64,13 +64,13 @@ def resolve_call(
     return logits, readable(target), row_scale, call
 
 
-def check_targets(target: Tensor, call: LossCall) -> None:
+def check_targets(target: Tensor, row_scale: Tensor | None, call: LossCall) -> None:
     """Raise on every rank where any rank has a bad target or disagrees, if the options or the environment ask for it.
 
     One all-gather and a host synchronisation then.
     """
     if call.record is not None:
-        raise_for_faults(target, call.record, call.problem, call.group)
+        raise_for_faults(target, row_scale, call.record, call.problem, call.group)
 
 
 def _check(logits: Tensor, target: Tensor, row_scale: Tensor | None, request: Request) -> LossCall:

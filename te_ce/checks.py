@@ -70,22 +70,32 @@ def check_inplace(inplace: object, logits: Tensor) -> None:
         TypeError, ValueError: not "auto", True or False.
         ValueError: True, and the rows share memory or the logits would have to be copied first.
     """
+    check_inplace_mode(inplace)
+    if inplace is not True:
+        return
+    if not readable_in_place(logits):
+        raise ValueError(
+            "inplace: expected logits that can be read in place for True (contiguous last dimension, no lazy "
+            f'negation), got strides {logits.stride()}; call .contiguous() first, or use "auto"'
+        )
+    if may_share_memory(logits):
+        raise ValueError(
+            f"inplace: expected logits whose rows do not share memory for True, got shape {tuple(logits.shape)} "
+            f'with strides {logits.stride()}; use "auto"'
+        )
+
+
+def check_inplace_mode(inplace: object) -> None:
+    """Refuse an `inplace` that is unknown, whatever the logits are.
+
+    Raises:
+        TypeError, ValueError: not "auto", True or False.
+    """
     if isinstance(inplace, bool):
-        if not inplace:
-            return
-        if not readable_in_place(logits):
-            raise ValueError(
-                "inplace: expected logits that can be read in place for True (contiguous last dimension, no lazy "
-                f'negation), got strides {logits.stride()}; call .contiguous() first, or use "auto"'
-            )
-        if may_share_memory(logits):
-            raise ValueError(
-                f"inplace: expected logits whose rows do not share memory for True, got shape {tuple(logits.shape)} "
-                f'with strides {logits.stride()}; use "auto"'
-            )
-    elif not isinstance(inplace, str):
+        return
+    if not isinstance(inplace, str):
         raise TypeError(f'inplace: expected "auto", True or False, got {type(inplace).__name__}')
-    elif inplace != "auto":
+    if inplace != "auto":
         raise ValueError(f'inplace: expected "auto", True or False, got {inplace!r}')
 
 

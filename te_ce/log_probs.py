@@ -96,6 +96,8 @@ def vocab_parallel_log_probs(
 
 
 def _check(entropy: object, options: LossOptions | None, loss_options: dict[str, Any]) -> None:
+    if "outputs" in loss_options:
+        raise TypeError("unexpected keyword 'outputs': log-probs are returned, and with entropy=True entropies too")
     if not isinstance(entropy, bool):
         raise TypeError(f"entropy: expected a bool, got {type(entropy).__name__}")
     for name in _OF_THE_LOSS:

@@ -123,7 +123,7 @@ def _eager_loss(
     except Exception as error:
         tell_other_ranks(error, logits, ranks, options, loss_options)
         raise
-    check_targets(target, call)
+    check_targets(target, row_scale, call)
     if not names:
         loss: Tensor = node.apply(logits, target, call, row_scale)
         return reduce_loss(loss, target, resolved.reduction, resolved.ignore_index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_ce.autograd import Inplace
-from te_ce.groups import Group
+from te_ce.checks import check_inplace_mode
+from te_ce.groups import Group, resolve_group
 from te_ce.loss import vocab_parallel_cross_entropy
 from te_ce.options import LossOptions, resolve_options
 from te_ce.outputs import LossOutput, resolve_outputs
@@ -23,7 +25,7 @@ class VocabParallelCrossEntropyLoss(nn.Module):
         group, options, shard, outputs, inplace, loss_options: see `te_ce.vocab_parallel_cross_entropy`; checked here.
 
     Raises:
-        TypeError, ValueError: an option or output is wrong.
+        TypeError, ValueError: an argument is wrong.
         ValueError: `scale` is a tensor: it is as long as one batch, so it is an argument of the call.
     """
 
@@ -44,6 +46,10 @@ class VocabParallelCrossEntropyLoss(nn.Module):
                 "scale: expected a number, got a tensor; pass the scale of each row to the call: loss(logits, target, "
                 "scale=...)"
             )
+        resolve_group(group)
+        check_inplace_mode(inplace)
+        if shard is not None and not isinstance(shard, VocabShard):
+            raise TypeError(f"shard: expected a VocabShard or None, got {type(shard).__name__}")
         self.group, self.shard, self.inplace = group, shard, inplace
         self.outputs = resolve_outputs(outputs)
 
@@ -51,9 +57,16 @@ class VocabParallelCrossEntropyLoss(nn.Module):
         """The loss of [.., V_local] logits and [..] targets; with outputs a `LossOutput`.
 
         Args:
-            scale: float32 [..], the scale of each row, in place of that of the options.
+            scale: float32 [..], the scale of each row, where the options have none.
+
+        Raises:
+            ValueError: `scale` is given, and the options have a scale too.
         """
-        options = self.options if scale is None else dataclasses.replace(self.options, scale=scale)
+        options = self.options
+        if scale is not None:
+            if options.scale != 1.0:
+                raise ValueError(f"scale: expected None, as the options have the scale {options.scale}, got a tensor")
+            options = dataclasses.replace(options, scale=scale)
         return vocab_parallel_cross_entropy(
             logits,
             target,
@@ -63,6 +76,14 @@ class VocabParallelCrossEntropyLoss(nn.Module):
             outputs=self.outputs,
             inplace=self.inplace,
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabParallelCrossEntropyLoss:
+        """A copy in the same group, which can't be copied: a copied model computes with the same ranks."""
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        memo[id(self.group)] = self.group
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return clone
 
     def extra_repr(self) -> str:
         """What differs from the defaults."""

@@ -95,7 +95,7 @@ def _loss(
     except Exception as error:
         tell_other_ranks(error, logits, None if group is None else _process_group(group), options, {})
         raise
-    check_targets(target, call)
+    check_targets(target, row_scale, call)
     loss, saved, others = forward(logits, target, call, row_scale)
     of_name = dict(zip(call.problem.outputs, others, strict=True))
     return loss, saved, *(of_name[name] if name in of_name else _absent(loss, name) for name in OUTPUTS)  # type: ignore[return-value]

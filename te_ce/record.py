@@ -16,8 +16,23 @@ from te_ce.shard import VocabShard
 
 RECORD_BYTES = 1024
 
-# failed, declared, start, stop, size, bad_rows, row, value, checksum, length of the text that follows.
-_HEADER = struct.Struct("<10q")
+# Of a record, in this order; after them the length of the text, and the text.
+_NUMBERS = (
+    "failed",
+    "declared",
+    "start",
+    "stop",
+    "size",
+    "bad_rows",
+    "row",
+    "value",
+    "bad_scales",
+    "scale_row",
+    "target_checksum",
+    "scale_checksum",
+    "checksum",
+)
+_HEADER = struct.Struct(f"<{len(_NUMBERS) + 1}q")
 TEXT_BYTES = RECORD_BYTES - _HEADER.size
 
 
@@ -31,6 +46,9 @@ class Record:
         start, stop, size: its shard.
         bad_rows: how many targets are neither a class nor ignored.
         row, value: the first of them, counted over all leading dimensions, and its target.
+        bad_scales: how many rows have a scale of their own that is no finite number other than 0.
+        scale_row: the first of them.
+        target_checksum, scale_checksum: of the values, which are the same on every rank; 0 where there are none.
         text: what must be the same on every rank, one `name=value` a line; as read, the first TEXT_BYTES of it.
         checksum: of the whole text.
     """
@@ -43,6 +61,10 @@ class Record:
     bad_rows: int = 0
     row: int = 0
     value: int = 0
+    bad_scales: int = 0
+    scale_row: int = 0
+    target_checksum: int = 0
+    scale_checksum: int = 0
     text: str = ""
     checksum: int = 0
 
@@ -61,7 +83,7 @@ def describe_call(
     declared: bool,
     outputs: tuple[str, ...] = (),
 ) -> Record:
-    """The record of a call, but for its targets, which are still to be looked at."""
+    """The record of a call, but for the values of its targets and scales, which are still to be looked at."""
     facts: dict[str, object] = {
         "target.shape": tuple(target.shape),
         "target.dtype": target.dtype,
@@ -106,9 +128,6 @@ def decode(data: bytes) -> Record:
     return Record(
         failed=bool(failed), declared=bool(declared), text=text, **dict(zip(_NUMBERS[2:], others, strict=True))
     )
-
-
-_NUMBERS = ("failed", "declared", "start", "stop", "size", "bad_rows", "row", "value", "checksum")
 
 
 def _text(value: object) -> str:

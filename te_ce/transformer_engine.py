@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_ce import environment
 from te_ce.groups import group_size
@@ -81,6 +82,7 @@ def parallel_cross_entropy(
     if is_cg_capturable:
         _warn("is_cg_capturable is deprecated, without effect: the loss can always be captured in a CUDA graph")
     _check(inp, target, label_smoothing, overwrite_input)
+    _check_group(dist_process_group)
     if target.shape != inp.shape[:-1]:
         target = target.reshape(inp.shape[:-1])
     options = _options(label_smoothing, ignore_idx, inp.shape[-1], dist_process_group)
@@ -137,6 +139,13 @@ def _check(inp: Tensor, target: Tensor, label_smoothing: float, overwrite_input:
     if overwrite_input and not inp.is_contiguous():
         raise ValueError(
             f"overwrite_input: expected a contiguous inp for True, got strides {inp.stride()}; call .contiguous() first"
+        )
+
+
+def _check_group(group: object) -> None:
+    if group is not None and not isinstance(group, (ProcessGroup, DeviceMesh)):
+        raise TypeError(
+            f"dist_process_group: expected a torch.distributed.ProcessGroup or None, got {type(group).__name__}"
         )
 
 

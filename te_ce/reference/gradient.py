@@ -81,7 +81,8 @@ def _shard_gradient(z: Tensor, y: Tensor, grads: OutputGrads, saved: Tensor, pro
         grad -= of.c[:, None]
     if problem.real_columns:
         owned, column = local_target(y, problem)
-        grad.scatter_add_(1, column[:, None], torch.where(owned, -of.b, 0.0)[:, None])
+        # -0.0 changes nothing that it is added to; 0.0 would turn a -0.0 of another shard's row around.
+        grad.scatter_add_(1, column[:, None], torch.where(owned, -of.b, -0.0)[:, None])
     return grad
 
 

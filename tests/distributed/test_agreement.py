@@ -16,6 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from te_ce import LossOptions, VocabShard, vocab_parallel_cross_entropy, vocab_parallel_log_probs
 from te_ce.record import RECORD_BYTES
+from tests.support.subject import Subject
 
 # A call on this many ranks, of which only the last one is odd: what changes there in the arguments of the call.
 _Change = Callable[[dict[str, Any], int], None]
@@ -273,3 +274,21 @@ def test_a_compiled_rank_agrees_with_eager_ones(device: torch.device, group: Pro
         arguments["logits"], arguments["target"]
     )
     assert loss.isfinite()
+
+
+@pytest.mark.parametrize("argument", ["target", "scale"])
+def test_values_that_differ(subject: Subject, tp_group: ProcessGroup, argument: str) -> None:
+    """Valid ones on every rank, of which no rank alone can tell that another has others."""
+    rank = dist.get_rank(tp_group)
+    logits = torch.zeros(3, 8, device=subject.device)
+    target = torch.tensor([1, 2, 3], device=subject.device)
+    scale = torch.tensor([1.0, 2.0, 3.0], device=subject.device)
+    if rank == 1:
+        target, scale = (target.flip(0), scale) if argument == "target" else (target, scale.flip(0))
+    with pytest.raises(ValueError, match=f"{argument}: expected the same values on every rank"):
+        subject.loss(logits, target, group=tp_group, scale=scale, check_targets=True)
+    target[0], scale[:] = 1, 1.0
+    if argument == "target":
+        target[2] = 3
+    loss = subject.loss(logits, target, group=tp_group, scale=scale, check_targets=True)
+    assert loss.isfinite().all()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from te_ce import LossOptions, VocabShard, vocab_parallel_cross_entropy
+from te_ce import LossOptions, VocabShard, agreement, vocab_parallel_cross_entropy
 from te_ce.agreement import judge
 from te_ce.problem import ShardProblem
 from te_ce.record import RECORD_BYTES, TEXT_BYTES, Record, decode, describe_call, describe_error, encode
@@ -248,3 +248,47 @@ def test_an_unchecked_call_describes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert vocab_parallel_cross_entropy(logits, target).isfinite().all()
     with pytest.raises(AssertionError, match="described"):
         vocab_parallel_cross_entropy(logits, target, check_targets=True)
+
+
+def _judged(targets: list[list[int]], scales: list[list[float]] | None = None, ignore_index: int = -100) -> None:
+    """As ranks with these targets and scales would judge each other."""
+    options = LossOptions(ignore_index=ignore_index)
+    shards = [VocabShard(8 * rank, 8 * rank + 8, 8 * len(targets)) for rank in range(len(targets))]
+    records = []
+    for rank, (values, shard) in enumerate(zip(targets, shards, strict=True)):
+        target = torch.tensor(values)
+        scale = None if scales is None else torch.tensor(scales[rank])
+        problem = ShardProblem.resolve(options, shard, len(targets))
+        record = describe_call(torch.zeros(len(values), 8), target, scale, options, shard, True)
+        records.append(decode(encode(agreement._with_values(record, target, scale, problem))))
+    judge(records, problem)
+
+
+def test_ranks_with_equal_values_agree() -> None:
+    assert _judged([[1, 2, -100, 15]] * 2, [[1.0, -2.0, 0.5, 3.0]] * 2) is None
+    # Nobody looks at the scale of an ignored row.
+    assert _judged([[1, -100]] * 2, [[1.0, 0.0]] * 2) is None
+
+
+@pytest.mark.parametrize(
+    "other", [[1, 2, 4, 3], [2, 1, 3, 4], [4, 3, 2, 1], [1, 2, 3, -100], [0, 2, 3, 4], [3, 1, 3, 4], [2, 2, 2, 4]]
+)
+def test_other_valid_targets_are_a_disagreement(other: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"target: expected the same values on every rank .* with checksums"):
+        _judged([[1, 2, 3, 4], other])
+
+
+@pytest.mark.parametrize("other", [[2.0, 1.0], [1.0, 3.0], [-1.0, 2.0]])
+def test_other_scales_are_a_disagreement(other: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"scale: expected the same values on every rank .* with checksums"):
+        _judged([[1, 2]] * 2, [[1.0, 2.0], other])
+
+
+@pytest.mark.parametrize("wrong", [0.0, float("inf"), float("nan")])
+def test_scales_that_are_none(wrong: float) -> None:
+    with pytest.raises(ValueError, match=r"scale: rank 0 has 1 row\(s\) whose scale is 0, infinite or NaN, .* row 1"):
+        _judged([[1, 2]] * 2, [[1.0, wrong]] * 2)
+    with pytest.raises(ValueError, match=r"scale: rank 0 has 1 row\(s\)"):
+        vocab_parallel_cross_entropy(
+            torch.zeros(2, 8), torch.tensor([1, 2]), scale=torch.tensor([1.0, wrong]), check_targets=True
+        )

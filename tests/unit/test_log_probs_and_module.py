@@ -128,11 +128,11 @@ def test_module_is_the_function(subject: Subject) -> None:
 
 def test_module_takes_a_scale_of_each_row(subject: Subject) -> None:
     logits, target = _inputs(subject)
-    module = VocabParallelCrossEntropyLoss(scale=3.0)
+    module = VocabParallelCrossEntropyLoss(softcap=3.0)
     scale = torch.rand(2, 3).to(subject.device) + 0.5
     with subject.serving():
-        assert torch.equal(module(logits, target, scale), subject.loss(logits, target, scale=scale))
-        assert torch.equal(module(logits, target), subject.loss(logits, target, scale=3.0))
+        assert torch.equal(module(logits, target, scale), subject.loss(logits, target, softcap=3.0, scale=scale))
+        assert torch.equal(module(logits, target), subject.loss(logits, target, softcap=3.0))
     for keywords in ({"scale": scale}, {"options": LossOptions(scale=scale)}):
         with pytest.raises(ValueError, match="scale: expected a number, got a tensor; pass the scale of each row"):
             VocabParallelCrossEntropyLoss(**keywords)
@@ -143,6 +143,47 @@ def test_module_checks_when_it_is_made() -> None:
         VocabParallelCrossEntropyLoss(label_smoothing=1.0)
     with pytest.raises(ValueError, match=r"outputs: .*'entropies'"):
         VocabParallelCrossEntropyLoss(outputs=["entropies"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"inplace": "x"}, ValueError, "inplace: expected .* got 'x'"),
+        ({"inplace": None}, TypeError, "inplace: expected .* got NoneType"),
+        ({"group": 3}, TypeError, "group: expected .* got int"),
+        ({"shard": (0, 4, 4)}, TypeError, "shard: expected a VocabShard or None, got tuple"),
+    ],
+)
+def test_module_checks_its_place_too(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        VocabParallelCrossEntropyLoss(**arguments)
+
+
+def test_module_has_one_scale() -> None:
+    loss = VocabParallelCrossEntropyLoss(scale=0.5)
+    with pytest.raises(ValueError, match=r"scale: expected None, as the options have the scale 0.5, got a tensor"):
+        loss(torch.zeros(2, 4), torch.tensor([1, 2]), torch.ones(2))
+
+
+def test_module_can_be_copied() -> None:
+    loss = VocabParallelCrossEntropyLoss(softcap=3.0, outputs=("lse",)).eval()
+    loss.group = _NeverCopied()  # type: ignore[assignment]
+    clone = copy.deepcopy(torch.nn.ModuleList([loss]))[0]
+    assert clone is not loss
+    assert clone.group is loss.group
+    assert (clone.options, clone.outputs, clone.training) == (loss.options, ("lse",), False)
+
+
+class _NeverCopied:
+    """As a process group."""
+
+    def __deepcopy__(self, memo: object) -> None:
+        raise TypeError("cannot be copied")
+
+
+def test_log_probs_take_no_outputs() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword 'outputs': log-probs are returned"):
+        vocab_parallel_log_probs(torch.zeros(2, 4), torch.tensor([1, 2]), outputs=("lse",))
 
 
 def test_module_overwrites_dropped_logits(subject: Subject) -> None:

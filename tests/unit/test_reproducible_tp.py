@@ -12,6 +12,7 @@ import torch
 from te_ce import LossOptions, VocabShard
 from te_ce.outputs import OUTPUTS, OutputGrads
 from te_ce.problem import ShardProblem
+from tests.support.bits import same_bits
 from tests.support.subject import Subject
 from tests.support.whole import Drawn, Result, WholeCase, check_whole, run_whole
 
@@ -63,8 +64,8 @@ def _layouts(name: str, block: int) -> list[list[int]]:
 def _assert_same_bits(results: Sequence[Result], alone: Result) -> None:
     for result in results:
         for name, value in result.values.items():
-            assert torch.equal(value.nan_to_num(), alone.values[name].nan_to_num()), f"{name}: other bits"
-    assert torch.equal(torch.cat([result.grad for result in results], -1), alone.grad), "gradient: other bits"
+            assert same_bits(value, alone.values[name]), f"{name}: other bits"
+    assert same_bits(torch.cat([result.grad for result in results], -1), alone.grad), "gradient: other bits"
 
 
 @pytest.mark.parametrize("vocabulary", ["few_multiple", "few_odd"])
@@ -85,6 +86,18 @@ def test_bits_do_not_depend_on_the_ranks(subject: Subject, block: int, case: Who
 @pytest.mark.parametrize("case", _CASES, ids=str)
 def test_the_twin_on_up_to_eight_ranks(twin: Subject, block: int, case: WholeCase, vocabulary: str) -> None:
     test_bits_do_not_depend_on_the_ranks(twin, block, case, vocabulary)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_sign_of_a_vanished_probability(subject: Subject, block: int, dtype: torch.dtype) -> None:
+    logits = torch.zeros(2, 2 * block, dtype=dtype, device=subject.device)
+    logits[:, block : block + 4] = -300.0
+    target = torch.tensor([5, block + 9], device=subject.device)
+    g = torch.tensor([-1.0, -0.5], device=subject.device)
+    drawn = Drawn(logits, target, LossOptions(reproducible_tp=True), OutputGrads(g))
+    (alone,) = run_whole(subject, drawn, [2 * block])
+    assert alone.grad[:, block : block + 4].signbit().all()
+    _assert_same_bits(run_whole(subject, drawn, [block, block]), alone)
 
 
 @pytest.mark.parametrize("case", _FEW_CASES, ids=str)
