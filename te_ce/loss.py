@@ -83,11 +83,9 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it, what was expected and what it was; before any collective.
-        IndexError: with check_targets, on every rank, where any rank has a bad target; names rank, row (counted over
-            all leading dimensions) and value.
-        ValueError: with check_targets, on every rank, where ranks disagree on the shape of the target, a dtype, an
-            option or the vocabulary; names every rank's value.
-        RuntimeError: with check_targets, where another rank raised one of the errors above; names it and its error.
+        IndexError: with check_targets, on every rank, where any has a bad target; names rank, row (over all leading
+            dimensions) and value. ValueError: where ranks disagree; names the argument and every rank's value.
+            RuntimeError: where another rank raised one of the errors above; names both.
 
     Collectives: one all-gather of 12 bytes a row (8 more with smoothing, 4 more each with the entropy and the
     predictions) in forward, none in backward; one more of 1024 bytes first with check_targets, which must be asked for

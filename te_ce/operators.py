@@ -78,18 +78,8 @@ def _loss(
 
     float32, or float64 for float64 logits; predictions int64. One all-gather over `group`.
     """
-    options = LossOptions(
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        smoothing=smoothing,  # type: ignore[arg-type]
-        z_loss_weight=z_loss_weight,
-        softcap=softcap,
-        scale=scale,
-        vocab_size=vocab_size,
-        check_targets=must_check_targets,
-        reduction=reduction,  # type: ignore[arg-type]
-        reproducible_tp=reproducible_tp,
-    )
+    of_gradient = (ignore_index, label_smoothing, smoothing, z_loss_weight, softcap, scale, vocab_size, reproducible_tp)
+    options = _options(*of_gradient, check_targets=must_check_targets, reduction=reduction)
     try:
         logits, target, row_scale, call = _call(logits, target, row_scale, options, outputs, group, shard)
     except Exception as error:
@@ -124,15 +114,8 @@ def _logits_gradient(
     shard: list[int] | None,
 ) -> Tensor:
     """Gradient of the logits, contiguous, of their shape and dtype."""
-    options = LossOptions(
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        smoothing=smoothing,  # type: ignore[arg-type]
-        z_loss_weight=z_loss_weight,
-        softcap=softcap,
-        scale=scale,
-        vocab_size=vocab_size,
-        reproducible_tp=reproducible_tp,
+    options = _options(
+        ignore_index, label_smoothing, smoothing, z_loss_weight, softcap, scale, vocab_size, reproducible_tp
     )
     logits, target, row_scale, call = _call(logits, target, row_scale, options, outputs, group, shard)
     given = (grad_loss, grad_log_probs, grad_entropy, grad_lse)
@@ -140,6 +123,23 @@ def _logits_gradient(
     out = logits.new_empty(logits.shape)
     call.backend.logits_gradient(logits, target, grads, saved, out, call.problem, row_scale)
     return out
+
+
+# The options that a gradient depends on, in the order of the operators' arguments.
+_OF_GRADIENT = (
+    "ignore_index",
+    "label_smoothing",
+    "smoothing",
+    "z_loss_weight",
+    "softcap",
+    "scale",
+    "vocab_size",
+    "reproducible_tp",
+)
+
+
+def _options(*of_gradient: Any, **others: Any) -> LossOptions:
+    return LossOptions(**dict(zip(_OF_GRADIENT, of_gradient, strict=True)), **others)
 
 
 def _call(
@@ -205,9 +205,9 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     given = {"log_probs": log_probs, "entropy": entropy, "lse": lse}
     of_outputs = [grad if name in outputs else None for name, grad in given.items()]
     if loss is None and all(grad is None for grad in of_outputs):
-        return (None,) * 16
+        return (None,) * len(ctx.needs_input_grad)
     grad_logits = _logits_gradient(logits, target, row_scale, loss, *of_outputs, saved, *ctx.arguments)
-    return (grad_logits, *(None,) * 15)
+    return (grad_logits, *(None,) * (len(ctx.needs_input_grad) - 1))
 
 
 _loss.register_autograd(_backward, setup_context=_save)

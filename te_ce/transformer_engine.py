@@ -51,8 +51,7 @@ def parallel_cross_entropy(
         L = (1 - a) (lse - z_y) + a (lse - mean z),  lse = log sum exp z,  0 in ignored rows
 
     Args:
-        inp: float32 or bfloat16 logits on a CUDA device, any strides. On the CPU, too, where there is no CUDA, or with
-            TE_CE_BACKEND=torch or TRITON_INTERPRET=1.
+        inp: float32 or bfloat16 logits, any strides; on the CPU only where there is no CUDA or the environment asks.
         target: int64 global ids, one for each row of `inp`: of its leading shape, or flat.
         label_smoothing: a in [0, 1]; a/V of the mass to every class.
         reduce_loss: return the mean over the rows that are not ignored; 0 where there are none.
@@ -60,10 +59,8 @@ def parallel_cross_entropy(
         ignore_idx: rows with this target have loss 0 and gradient 0.
         is_cg_capturable: without effect, and a FutureWarning: the loss can always be captured in a CUDA graph.
         overwrite_input: backward writes the gradient over `inp`, which must be contiguous: no copy. An autograd node
-            that still needs `inp` then raises. Breaks the graph of torch.compile.
-            False: forward copies `inp` and backward overwrites the copy, so that the caller may change or reuse `inp`
-            as soon as the call returns. That is one more buffer of the size of `inp`, from forward on; where nobody
-            needs it, `te_ce.vocab_parallel_cross_entropy` makes none that can be spared.
+            that still needs `inp` then raises. Breaks the graph of torch.compile. False: forward copies `inp`, which
+            the caller may change as soon as the call returns, and backward overwrites the copy.
         _input: deprecated name of `inp`, which it replaces, with a FutureWarning.
 
     Returns:
@@ -83,21 +80,24 @@ def parallel_cross_entropy(
         _warn("is_cg_capturable is deprecated, without effect: the loss can always be captured in a CUDA graph")
     _check(inp, target, label_smoothing, overwrite_input)
     _check_group(dist_process_group)
-    if target.shape != inp.shape[:-1]:
-        target = target.reshape(inp.shape[:-1])
     options = _options(label_smoothing, ignore_idx, inp.shape[-1], dist_process_group)
+    loss = _row_loss(inp, target.reshape(inp.shape[:-1]), dist_process_group, overwrite_input, options)
+    return loss.sum() / (target != ignore_idx).sum().clamp(min=1).view(1) if reduce_loss else loss
+
+
+def _row_loss(
+    inp: Tensor, target: Tensor, group: ProcessGroup | None, overwrite_input: bool, options: dict[str, Any]
+) -> Tensor:
     overwrites = inp.requires_grad and torch.is_grad_enabled()
     if overwrites and not overwrite_input:
         inp = inp.clone(memory_format=torch.contiguous_format)
     if torch.compiler.is_compiling() and not overwrite_input:
-        loss = vocab_parallel_cross_entropy(inp, target, group=dist_process_group, inplace=False, **options)
+        loss = vocab_parallel_cross_entropy(inp, target, group=group, inplace=False, **options)
     else:
         eager_loss = _eager_loss_outside_the_graph if torch.compiler.is_compiling() else _eager_loss
-        loss = eager_loss(inp, target, dist_process_group, None, None, (), overwrites, options, OverwritingCrossEntropy)
+        loss = eager_loss(inp, target, group, None, None, (), overwrites, options, OverwritingCrossEntropy)
     assert isinstance(loss, Tensor)  # no other outputs were asked for
-    if not reduce_loss:
-        return loss
-    return loss.sum() / (target != ignore_idx).sum().clamp(min=1).view(1)
+    return loss
 
 
 def _options(label_smoothing: float, ignore_idx: int, columns: int, group: ProcessGroup | None) -> dict[str, Any]:
