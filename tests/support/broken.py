@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,23 +27,32 @@ def _with(backend: Backend, **steps: Callable[..., Any]) -> Backend:
     return changed._replace(row_loss=row_loss)
 
 
+class GradientStep(NamedTuple):
+    """Arguments of `Backend.logits_gradient`, in its order."""
+
+    logits: Tensor
+    target: Tensor
+    grads: OutputGrads
+    saved: Tensor
+    out: Tensor
+    problem: ShardProblem
+    row_scale: Tensor | None = None
+
+
+def with_gradient(backend: Backend, gradient: Callable[[GradientStep], None], **steps: Callable[..., Any]) -> Backend:
+    """`backend` whose gradient is `gradient`, and with other steps."""
+    return _with(backend, logits_gradient=lambda *arguments: gradient(GradientStep(*arguments)), **steps)
+
+
 def off_target_zeroed(backend: Backend) -> Backend:
     """The gradient reaches the target's column only."""
 
-    def logits_gradient(
-        logits: Tensor,
-        target: Tensor,
-        grads: OutputGrads,
-        saved: Tensor,
-        out: Tensor,
-        problem: ShardProblem,
-        row_scale: Tensor | None = None,
-    ) -> None:
-        backend.logits_gradient(logits, target, grads, saved, out, problem, row_scale)
-        column = torch.arange(out.shape[-1], device=out.device) + problem.start
-        out[column != target[..., None]] = 0.0
+    def gradient(step: GradientStep) -> None:
+        backend.logits_gradient(*step)
+        column = torch.arange(step.out.shape[-1], device=step.out.device) + step.problem.start
+        step.out[column != step.target[..., None]] = 0.0
 
-    return _with(backend, logits_gradient=logits_gradient)
+    return with_gradient(backend, gradient)
 
 
 def smoothing_over_the_shard(backend: Backend) -> Backend:
@@ -62,23 +71,16 @@ def smoothing_over_the_shard(backend: Backend) -> Backend:
         smoothed = (1 - a) * loss + a * (d.log() - local_mean).view(target.shape)
         return torch.where(target == problem.ignore_index, 0.0, smoothed), saved, outputs
 
-    def logits_gradient(
-        logits: Tensor,
-        target: Tensor,
-        grads: OutputGrads,
-        saved: Tensor,
-        out: Tensor,
-        problem: ShardProblem,
-        row_scale: Tensor | None = None,
-    ) -> None:
-        backend.logits_gradient(logits, target, grads, saved, out, problem, row_scale)
+    def gradient(step: GradientStep) -> None:
+        backend.logits_gradient(*step)
+        out, problem, g = step.out, step.problem, step.grads.loss
+        assert g is not None
         if problem.real_columns:
             change = problem.smoothing_weight * (1 / problem.classes - 1 / problem.real_columns)
-            assert grads.loss is not None
-            g = torch.where(target == problem.ignore_index, 0.0, grads.loss)[..., None]
+            g = torch.where(step.target == problem.ignore_index, 0.0, g)[..., None]
             out[..., : problem.real_columns] += (g * change).to(out.dtype)
 
-    return _with(backend, merge_statistics=merge_statistics, logits_gradient=logits_gradient)
+    return with_gradient(backend, gradient, merge_statistics=merge_statistics)
 
 
 def doubled_reduction(backend: Backend) -> Backend:
@@ -99,16 +101,14 @@ def target_shifted(backend: Backend) -> Backend:
         shifted = (target + 1) % problem.classes
         return torch.where(target == problem.ignore_index, target, shifted)
 
-    return _with(
+    return with_gradient(
         backend,
+        lambda step: backend.logits_gradient(*step._replace(target=shift(step.target, step.problem))),
         row_statistics=lambda logits, target, problem, row_scale=None: backend.row_statistics(
             logits, shift(target, problem), problem, row_scale
         ),
         merge_statistics=lambda gathered, target, problem: backend.merge_statistics(
             gathered, shift(target, problem), problem
-        ),
-        logits_gradient=lambda logits, target, grads, saved, out, problem, row_scale=None: backend.logits_gradient(
-            logits, shift(target, problem), grads, saved, out, problem, row_scale
         ),
     )
 
@@ -116,35 +116,20 @@ def target_shifted(backend: Backend) -> Backend:
 def rounded_twice(backend: Backend) -> Backend:
     """The softmax is rounded to the logits' dtype before the target is subtracted and the gradient applied."""
 
-    def logits_gradient(
-        logits: Tensor,
-        target: Tensor,
-        grads: OutputGrads,
-        saved: Tensor,
-        out: Tensor,
-        problem: ShardProblem,
-        row_scale: Tensor | None = None,
-    ) -> None:
-        assert grads.loss is not None
-        ones = OutputGrads(torch.ones_like(grads.loss))
-        backend.logits_gradient(logits, target, ones, saved, out, problem, row_scale)
-        out.copy_(out * grads.loss[..., None].to(out.dtype))
+    def gradient(step: GradientStep) -> None:
+        out, g = step.out, step.grads.loss
+        assert g is not None
+        backend.logits_gradient(*step._replace(grads=OutputGrads(torch.ones_like(g))))
+        out.copy_(out * g[..., None].to(out.dtype))
 
-    return _with(backend, logits_gradient=logits_gradient)
+    return with_gradient(backend, gradient)
 
 
 def softmax_rounded_first(backend: Backend) -> Backend:
     """The softmax is stored in the logits' dtype, read back, and only then becomes a gradient."""
 
-    def logits_gradient(
-        logits: Tensor,
-        target: Tensor,
-        grads: OutputGrads,
-        saved: Tensor,
-        out: Tensor,
-        problem: ShardProblem,
-        row_scale: Tensor | None = None,
-    ) -> None:
+    def gradient(step: GradientStep) -> None:
+        logits, target, grads, saved, out, problem, _ = step
         assert grads.loss is not None
         m, d = (field.view(target.shape)[..., None] for field in saved)
         p = ((logits.float() - m).exp() / d).to(logits.dtype).float()
@@ -153,7 +138,7 @@ def softmax_rounded_first(backend: Backend) -> Backend:
         p -= (1 - problem.smoothing_weight) * (column == target[..., None])
         out.copy_(p * grads.loss[..., None])
 
-    return _with(backend, logits_gradient=logits_gradient)
+    return with_gradient(backend, gradient)
 
 
 def statistics_in_the_logits_dtype(backend: Backend) -> Backend:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,39 +11,13 @@ from torch import Tensor
 from te_ce.backend import Backend
 from te_ce.outputs import OutputGrads
 from te_ce.problem import ShardProblem
-from tests.support.broken import MergedRows, _with
+from tests.support.broken import GradientStep, MergedRows, _with, with_gradient
 from tests.support.whole import WholeCase
 
 
-class _Step(NamedTuple):
-    """Arguments of the gradient that a broken one may change."""
-
-    logits: Tensor
-    grads: OutputGrads
-    saved: Tensor
-    problem: ShardProblem
-    row_scale: Tensor | None
-
-
-def _gradient(change: Callable[[_Step], _Step]) -> Callable[[Backend], Backend]:
+def _gradient(change: Callable[[GradientStep], GradientStep]) -> Callable[[Backend], Backend]:
     """The backend with other arguments for its gradient."""
-
-    def broken(backend: Backend) -> Backend:
-        def logits_gradient(
-            logits: Tensor,
-            target: Tensor,
-            grads: OutputGrads,
-            saved: Tensor,
-            out: Tensor,
-            problem: ShardProblem,
-            row_scale: Tensor | None = None,
-        ) -> None:
-            step = change(_Step(logits, grads, saved, problem, row_scale))
-            backend.logits_gradient(step.logits, target, step.grads, step.saved, out, step.problem, step.row_scale)
-
-        return _with(backend, logits_gradient=logits_gradient)
-
-    return broken
+    return lambda backend: with_gradient(backend, lambda step: backend.logits_gradient(*change(step)))
 
 
 def _statistics(**fields: object) -> Callable[[Backend], Backend]:
@@ -77,18 +50,18 @@ def _merge(
     return broken
 
 
-def _without(name: str, value: object) -> Callable[[_Step], _Step]:
+def _without(name: str, value: object) -> Callable[[GradientStep], GradientStep]:
     """The gradient's problem with this field at a value that has no effect."""
     return lambda step: step._replace(problem=dataclasses.replace(step.problem, **{name: value}))
 
 
-def _scale_dropped(step: _Step) -> _Step:
+def _scale_dropped(step: GradientStep) -> GradientStep:
     """p is right, only the chain rule's factor is missing: the statistics are of the scaled logits."""
     scale = step.problem.scale if step.row_scale is None else step.row_scale
     return step._replace(grads=OutputGrads(*(None if g is None else g / scale for g in step.grads)))
 
 
-def _softcap_slope_dropped(step: _Step) -> _Step:
+def _softcap_slope_dropped(step: GradientStep) -> GradientStep:
     """The logits are capped already, as far as the gradient knows."""
     cap = step.problem.softcap
     if cap is None:
@@ -105,15 +78,15 @@ def _given(grad: Tensor | None) -> Tensor:
     return grad
 
 
-def _entropy_of(step: _Step) -> Tensor:
+def _entropy_of(step: GradientStep) -> Tensor:
     _, d, t = step.saved
     return (d.log() - t / d).view(_given(step.grads.loss).shape)
 
 
-def _entropy_terms_dropped(*, mean: bool, own: bool) -> Callable[[_Step], _Step]:
+def _entropy_terms_dropped(*, mean: bool, own: bool) -> Callable[[GradientStep], GradientStep]:
     """A loses g_H H, or E is 0: said by what is added to the gradient of lse, which adds to A alone."""
 
-    def change(step: _Step) -> _Step:
+    def change(step: GradientStep) -> GradientStep:
         grads = step.grads
         shift = _given(grads.entropy) * _entropy_of(step)
         if mean:
@@ -125,11 +98,11 @@ def _entropy_terms_dropped(*, mean: bool, own: bool) -> Callable[[_Step], _Step]
     return change
 
 
-def _upstream_dropped(name: str) -> Callable[[_Step], _Step]:
+def _upstream_dropped(name: str) -> Callable[[GradientStep], GradientStep]:
     return lambda step: step._replace(grads=step.grads._replace(**{name: None}))
 
 
-def _log_probs_without_target(step: _Step) -> _Step:
+def _log_probs_without_target(step: GradientStep) -> GradientStep:
     """The gradient of the log-probability reaches the softmax, but not the target's column."""
     grads = step.grads
     return step._replace(grads=grads._replace(lse=_given(grads.lse) - _given(grads.log_probs), log_probs=None))

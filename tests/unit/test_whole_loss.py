@@ -26,14 +26,16 @@ def test_values_and_gradient_match_float64(subject: Subject, case: WholeCase, ra
 @pytest.mark.parametrize("case", WHOLE_CASES, ids=str)
 def test_the_twin_on_fewer_ranks(twin: Subject, case: WholeCase, ranks: int) -> None:
     """The kernels do on two ranks what they do on four, and on one what the public function does."""
-    test_values_and_gradient_match_float64(twin, case, ranks)
+    drawn = case.draw(twin.device)
+    check_whole(twin, drawn, run_whole(twin, drawn, case.widths(ranks)))
 
 
 @pytest.mark.parametrize("name", ["all", "uniform_masked", "row_scale_masked_padded", "wide_range"])
 def test_rows_read_in_parts_match_float64(subject: Subject, name: str) -> None:
     case = case_named(name)
+    drawn = case.draw(subject.device)
     with subject.reading_in_parts_of(32):
-        test_values_and_gradient_match_float64(subject, case, 2)
+        check_whole(subject, drawn, run_whole(subject, drawn, case.widths(2)))
 
 
 def _run_public(subject: Subject, drawn: Drawn, outputs: tuple[str, ...] = OUTPUTS) -> Result:
