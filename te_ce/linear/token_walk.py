@@ -15,7 +15,7 @@ from torch import Tensor
 
 from te_ce.collectives import gather_statistics, start_sum
 from te_ce.linear.call import LinearCall
-from te_ce.linear.chunks import padded_width, token_chunks
+from te_ce.linear.chunks import padded_width, token_chunks, vocabulary_chunks
 from te_ce.linear.products import add_product, set_product, sum_dtype
 from te_ce.linear.vocabulary_walk import Batch, Needed
 from te_ce.outputs import OutputGrads
@@ -43,28 +43,34 @@ def loss_and_gradients(
     Args:
         token_weights: w [N] float32.
     """
-    hidden, real = batch.hidden, slice(0, call.problem.real_columns)
+    hidden, n_columns = batch.hidden, call.problem.real_columns
     chunks = token_chunks(hidden.shape[0], call.widest, hidden.element_size())
     sums = _empty_sums(batch, call, needed)
     rows_of_chunk = max((rows.stop - rows.start for rows in chunks), default=0)
-    memory = hidden.new_empty((rows_of_chunk, padded_width(real.stop)))[:, real]
+    memory = hidden.new_empty((rows_of_chunk, padded_width(n_columns)))[:, :n_columns]
     losses, outputs, pending = [], [], None
     # Without tokens, the same steps once, of none.
     for number, rows in enumerate(chunks or (slice(0, 0),)):
         part = batch.of_tokens(rows)
         grad = memory[: rows.stop - rows.start]
+        # One GEMM over all columns is slower than several over some.
+        cuts = vocabulary_chunks(grad.shape[0], n_columns, grad.element_size())
+        for columns in cuts:
+            part.logits_into(grad[:, columns], columns)
         loss, others = _gradient_in_place(part, grad, token_weights[rows] if any(needed) else None, call)
         losses.append(loss)
         outputs.append(others)
         if sums.hidden is not None:
-            set_product(sums.hidden[rows], grad, batch.weight[real])
+            for cut, columns in enumerate(cuts):
+                (add_product if cut else set_product)(sums.hidden[rows], grad[:, columns], batch.weight[columns])
             if rows.stop == hidden.shape[0]:
                 # On its way while the last part of the weight's gradient is made.
                 pending = start_sum(sums.hidden, call.group, call.sequence_parallel)
-        if sums.weight is not None:
-            (add_product if number else set_product)(sums.weight[real], grad.t(), part.hidden)
-        if sums.bias is not None:
-            sums.bias[real] += grad.sum(0, dtype=sums.bias.dtype)
+        for columns in cuts:
+            if sums.weight is not None:
+                (add_product if number else set_product)(sums.weight[columns], grad[:, columns].t(), part.hidden)
+            if sums.bias is not None:
+                sums.bias[columns] += grad[:, columns].sum(0, dtype=sums.bias.dtype)
     if pending is not None:
         sums = sums._replace(hidden=pending.wait())
     return torch.cat(losses), tuple(torch.cat(each) for each in zip(*outputs, strict=True)), sums
@@ -73,14 +79,13 @@ def loss_and_gradients(
 def _gradient_in_place(
     batch: Batch, logits: Tensor, token_weights: Tensor | None, call: LinearCall
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Loss and outputs of some tokens; `logits` [N, V_local], whose memory is given, holds their gradient then.
+    """Loss and outputs of some tokens from their `logits` [N, real columns], whose gradient lies there then.
 
     Args:
         token_weights: None: no gradient is wanted.
     """
     _, _, _, target, row_scale = batch
     backend, problem = call.backend, call.problem
-    batch.logits_into(logits, slice(0, problem.real_columns))
     if call.group is None:
         loss, saved, outputs = backend.row_loss(logits, target, problem, row_scale)
     else:
@@ -97,7 +102,9 @@ def _empty_sums(batch: Batch, call: LinearCall, needed: Needed) -> Gradients:
     dtype = sum_dtype(hidden.dtype)
     of_hidden = of_weight = of_bias = None
     if needed.hidden:
-        of_hidden = hidden.new_empty(hidden.shape, dtype=dtype)
+        # A rank without columns adds nothing to the sum over the ranks.
+        make = hidden.new_empty if call.problem.real_columns else hidden.new_zeros
+        of_hidden = make(hidden.shape, dtype=dtype)
     if needed.weight:
         of_weight = weight.new_empty(weight.shape, dtype=dtype)
         of_weight[call.problem.real_columns :] = 0.0
