@@ -14,8 +14,8 @@ from te_ce import environment
 Keep = Literal["recompute"] | float | int
 
 # Bytes of a chunk of the logits; but never fewer columns than _LEAST_COLUMNS, nor fewer tokens than _LEAST_TOKENS.
-_VOCABULARY_CHUNK_BYTES = 256 << 20
-_TOKEN_CHUNK_BYTES = 1 << 30
+_VOCABULARY_CHUNK_BYTES = 512 << 20
+_TOKEN_CHUNK_BYTES = 2 << 30
 _LEAST_COLUMNS = 8192
 _LEAST_TOKENS = 512
 
