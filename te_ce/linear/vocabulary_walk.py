@@ -95,7 +95,7 @@ def statistics(batch: Batch, call: LinearCall, keeps: bool) -> tuple[Tensor, lis
     parts, kept = [], []
     # A rank without columns has the statistics of none of them.
     for number, columns in enumerate(chunks or (slice(0, 0),)):
-        is_kept = number >= len(chunks) - n_kept
+        is_kept = bool(n_kept) and number >= len(chunks) - n_kept
         logits = buffers.new(columns) if is_kept else buffers.scratch(columns)
         batch.logits_into(logits, columns)
         problem = call.problem.of_columns(columns)
