@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor.debug import CommDebugMode
 
-from te_ce import linear_cross_entropy
+from te_ce import LossOptions, linear_cross_entropy
 from tests.support.dense import dense_values
 from tests.support.linear_ranks import (
     COLUMNS,
