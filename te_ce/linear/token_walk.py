@@ -54,7 +54,7 @@ def loss_and_gradients(
         part = batch.of_tokens(rows)
         grad = memory[: rows.stop - rows.start]
         # One GEMM over all columns is slower than several over some.
-        cuts = vocabulary_chunks(grad.shape[0], n_columns, grad.element_size())
+        cuts = vocabulary_chunks(grad.shape[0], hidden.shape[1], n_columns, grad.element_size())
         for columns in cuts:
             part.logits_into(grad[:, columns], columns)
         loss, others = _gradient_in_place(part, grad, token_weights[rows] if any(needed) else None, call)

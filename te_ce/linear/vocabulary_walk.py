@@ -80,7 +80,8 @@ class _Chunks:
 
 
 def _chunks(batch: Batch, problem: ShardProblem) -> tuple[slice, ...]:
-    return vocabulary_chunks(batch.hidden.shape[0], problem.real_columns, batch.hidden.element_size())
+    tokens, features = batch.hidden.shape
+    return vocabulary_chunks(tokens, features, problem.real_columns, batch.hidden.element_size())
 
 
 def statistics(batch: Batch, call: LinearCall, keeps: bool) -> tuple[Tensor, list[Tensor]]:

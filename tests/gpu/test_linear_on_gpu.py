@@ -130,6 +130,7 @@ def test_graph_replayed_with_new_data(mode: dict[str, Any]) -> None:
         assert (results[1][:ignored] == 0).all()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("mode", _MODES, ids=str)
 def test_the_host_never_waits(mode: dict[str, Any]) -> None:
     layer = _layer(256, 128, 20_000)
