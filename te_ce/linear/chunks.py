@@ -19,6 +19,9 @@ _MULTIPLICATIONS = 1 << 40
 _VOCABULARY_CHUNK_BYTES = 1 << 30
 _LEAST_COLUMNS = 8192
 
+# Chunks of which some are kept.
+_KEPT_IN_PARTS = 8
+
 # A chunk of tokens: every further one adds to the gradient of the whole weight.
 _TOKEN_CHUNK_BYTES = 2 << 30
 _LEAST_TOKENS = 512
@@ -30,7 +33,9 @@ _TOKENS_STEP = 128
 SMALLEST_BUDGET = 1 << 20
 
 
-def vocabulary_chunks(tokens: int, features: int, columns: int, itemsize: int) -> tuple[slice, ...]:
+def vocabulary_chunks(
+    tokens: int, features: int, columns: int, itemsize: int, keep: Keep = "recompute"
+) -> tuple[slice, ...]:
     """Columns of every chunk of the vocabulary: all but the last one equally wide; none where there are no columns.
 
     Args:
@@ -38,12 +43,15 @@ def vocabulary_chunks(tokens: int, features: int, columns: int, itemsize: int) -
         features: H.
         columns: of this rank.
         itemsize: bytes of a logit.
+        keep: where it asks for a part of the logits, chunks are narrower, so that many sizes of a part exist.
     """
     width = environment.chunk_columns()
     if width is None:
         worth = _MULTIPLICATIONS // max(1, tokens * features)
-        fitting = _VOCABULARY_CHUNK_BYTES // max(1, tokens * itemsize)
-        width = _balanced(columns, max(_LEAST_COLUMNS, min(worth, fitting)), _COLUMNS_STEP)
+        fitting = min(worth, _VOCABULARY_CHUNK_BYTES // max(1, tokens * itemsize))
+        if keep not in ("recompute", 0.0, 1.0):
+            fitting = min(fitting, columns // _KEPT_IN_PARTS)
+        width = _balanced(columns, max(_LEAST_COLUMNS, fitting), _COLUMNS_STEP)
     return _cut(columns, width)
 
 
