@@ -38,7 +38,7 @@ class MergeStatistics(Protocol):
     """See `te_ce.reference.merge_statistics`."""
 
     def __call__(
-        self, gathered: Tensor, target: Tensor, problem: ShardProblem
+        self, gathered: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]: ...
 
 

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from te_ce.problem import ShardProblem
-from te_ce.reference.rows import is_class
+from te_ce.reference.rows import Scale, is_class, split_scale, times_size
 from te_ce.reference.statistics import INTEGERS, row_statistics
 
 
 class _Merged(NamedTuple):
-    """Statistics of whole rows, [N] each, as `ShardProblem.fields` names them."""
+    """Statistics of whole rows, [N] each, as `ShardProblem.fields` names them; s and t are of z already."""
 
     m: Tensor
     d: Tensor
-    z_y: Tensor
+    u_y: Tensor
     s: Tensor | None
     t: Tensor | None
     argmax: Tensor | None
@@ -27,35 +27,38 @@ def row_loss(
     logits: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """`merge_statistics` of `row_statistics`, where one rank holds the whole vocabulary."""
-    return merge_statistics(row_statistics(logits, target, problem, row_scale), target, problem)
+    return merge_statistics(row_statistics(logits, target, problem, row_scale), target, problem, row_scale)
 
 
 def merge_statistics(
-    gathered: Tensor, target: Tensor, problem: ShardProblem
+    gathered: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Merge the statistics of all parts of all shards, in their order, into the loss of every row.
 
-    L = (1 - a') (log d - (z_y - m)) + a' (log d - s/V) + w (m + log d)^2. Ignored rows give 0, targets that are no
-    class NaN, also among the outputs; but the predictions are those of the logits.
+    L = (1 - a') (log d - (z_y - max z)) + a' (log d - s/V) + w (max z + log d)^2, where max z = |scale| m and
+    z_y - max z = |scale| (u_y - m). Ignored rows give 0, targets that are no class NaN, also among the outputs; but the
+    predictions are those of the logits.
 
     Args:
         gathered: [parts, fields, N], those of rank 0 first.
         target: [..], int64 or int32, global ids.
+        row_scale: [..] float32, that of the statistics; None: `problem.scale`.
 
     Returns:
         loss [..]; saved [saved_fields, N], what the gradient needs: m, d, and with the entropy t; and `problem.outputs`
         [..] in their order.
     """
     shape, target = target.shape, target.reshape(-1).long()
-    row = _merge(gathered, problem)
+    scale = split_scale(problem, None if row_scale is None else row_scale.reshape(-1), gathered.device)
+    row = _merge(gathered, problem, scale)
     log_d = row.d.log()
-    from_max = row.z_y - row.m
+    from_max = times_size(row.u_y - row.m, scale)
     loss = log_d - from_max
     if row.s is not None:
         loss = problem.target_weight * loss + problem.smoothing_weight * (log_d - row.s / problem.classes)
         # Weights of both signs, or 0, would make NaN of a target that costs infinity.
         loss = torch.where((from_max == -torch.inf) & (row.d > 0), torch.inf, loss)
-    lse = row.m + log_d
+    lse = times_size(row.m, scale) + log_d
     z_loss = problem.z_loss_weight * lse * lse
     if problem.z_loss_weight:
         loss = loss + z_loss
@@ -80,10 +83,10 @@ def merge_statistics(
     return of_target(loss), torch.stack(saved), tuple(outputs)
 
 
-def _merge(gathered: Tensor, problem: ShardProblem) -> _Merged:
+def _merge(gathered: Tensor, problem: ShardProblem, scale: Scale | None) -> _Merged:
     parts, part_max = range(gathered.shape[0]), gathered[:, 0]
     m = part_max.amax(0)
-    weight = torch.exp(part_max - m)
+    weight = torch.exp(times_size(part_max - m, scale))
     d = torch.zeros_like(m)
     s = torch.zeros_like(m) if problem.is_smoothed else None
     t = torch.zeros_like(m) if problem.has_entropy else None
@@ -104,4 +107,5 @@ def _merge(gathered: Tensor, problem: ShardProblem) -> _Merged:
         # The smallest id among the parts that have the max; with NaN, which equals nothing, that of the first part.
         best = torch.where(part_max == m, ids, torch.iinfo(torch.int64).max).amin(0)
         argmax = torch.where(m.isnan(), ids[0], best)
+    s, t = (None if field is None else times_size(field, scale) for field in (s, t))
     return _Merged(m, d, gathered[:, 2].amax(0), s, t, argmax)

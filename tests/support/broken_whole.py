@@ -41,9 +41,11 @@ def _merge(
     """The backend with other statistics, or another problem, when they are merged."""
 
     def broken(backend: Backend) -> Backend:
-        def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) -> MergedRows:
+        def merge_statistics(
+            gathered: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None
+        ) -> MergedRows:
             changed, problem = change(gathered.clone(), problem)
-            return backend.merge_statistics(changed, target, problem)
+            return backend.merge_statistics(changed, target, problem, row_scale)
 
         return _with(backend, merge_statistics=merge_statistics)
 
