@@ -54,7 +54,8 @@ def row_coefficients(
         direction, size, high, low, _ = split_scale(of_all, None)
         v = tl.where(direction == 0.0, 0.0, m / direction)
         m *= size.to(tl.float32)
-        factor = direction * (high + low)
+        # An infinite factor would make NaN of a difference of 0.
+        factor = tl.minimum(tl.maximum(direction * (high + low), -3.4e38), 3.4e38)
     if grad_loss[0] is not None:
         g = _row_value(grad_loss, row, inner, HAS_INNER) * of_all
         of_exp, of_target = g, g * target_weight

@@ -16,12 +16,9 @@ from te_ce.kernels.numerics import LOG2_E
 
 _SIGN = tl.constexpr(-2147483648)
 
-# 2^-64. Nothing of a smaller scale is kept apart: it is multiplied in, and a is 1. So differences of u, and what is
-# clamped among them, stay far from the largest number.
-_TINY = tl.constexpr(5.421010862427522e-20)
-
-# An infinite factor would make NaN of a difference of 0.
-_LARGEST = tl.constexpr(3.4e38)
+# 2^64. A power of two goes from scales past it, or below its reciprocal, to the factor of x, which is exact: so a and
+# what is made of it stay far from the largest and the smallest number.
+_LARGE = tl.constexpr(18446744073709551616.0)
 
 
 @triton.jit
@@ -32,18 +29,18 @@ def split_scale(
     """What kernels take for `scale`: factor of x, +-1; a, in double; a log2(e) as high + low, both positive; and 1 / a.
 
     `low` is no rounding error of either sign, but what a `high` that is too small by 2^-20 leaves: of a product of -inf
-    and a sum with it nothing is NaN.
+    and a sum with it nothing is NaN. A scale of 0, which has no sign, is a factor 0, and a is 1.
     """
     # The interpreter gives a number as what it is, no scalar of float32.
     scale = tl.full((), 0.0, tl.float32) + scale
     size = tl.abs(scale)
-    is_tiny = size < _TINY
-    direction = tl.where(is_tiny, scale, tl.where(scale < 0.0, -1.0, 1.0))
+    power = tl.where(size > _LARGE, _LARGE, tl.where(size < 1.0 / _LARGE, 1.0 / _LARGE, 1.0))
+    direction = tl.where(scale < 0.0, -power, tl.where(scale == 0.0, 0.0, power))
     size = size.to(tl.float64)
     if rest is not None:
-        size += (direction * rest).to(tl.float64)
-    size = tl.where(is_tiny, 1.0, size)
-    factor = tl.minimum(size * LOG2_E, _LARGEST)
+        size += tl.where(scale < 0.0, -rest, rest).to(tl.float64)
+    size = tl.where(scale == 0.0, 1.0, size / power)
+    factor = size * LOG2_E
     high = (factor * (1.0 - 2.0**-20)).to(tl.float32)
     low = (factor - high).to(tl.float32)
     return direction, size, high, low, 1.0 / size.to(tl.float32)

@@ -14,8 +14,6 @@ from te_ce.problem import ShardProblem
 # Elements of the float32 working copy. It stays in the cache of one core and is small beside any logits.
 _SLICE_ELEMENTS = 1 << 20
 
-_TINY = 2.0**-64
-
 
 def slices(logits: Tensor) -> Iterator[tuple[slice, tuple[int | slice, ...]]]:
     """See `te_ce.layout.row_slices`."""
@@ -43,7 +41,7 @@ class Scale(NamedTuple):
 def split_scale(problem: ShardProblem, row_scale: Tensor | None, device: torch.device) -> Scale | None:
     """Sign and absolute value; None without a scale.
 
-    Nothing of a scale below 2^-64 is kept apart, as 0 times infinity has no value: it is the direction, and the size 1.
+    A scale of 0 is a direction 0 of size 1: sizes are multiplied with infinities.
 
     Args:
         row_scale: [rows], or None: `problem.scale`.
@@ -53,8 +51,7 @@ def split_scale(problem: ShardProblem, row_scale: Tensor | None, device: torch.d
     if row_scale is None:
         row_scale = torch.full((1,), problem.scale, dtype=torch.float64, device=device)
     scale = row_scale.double()
-    is_tiny = scale.abs() < _TINY
-    return Scale(torch.where(is_tiny, scale, scale.sign()), torch.where(is_tiny, 1.0, scale.abs()))
+    return Scale(scale.sign(), torch.where(scale == 0.0, 1.0, scale.abs()))
 
 
 def times_size(x: Tensor, scale: Scale | None) -> Tensor:
