@@ -54,8 +54,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         M = max z, d = sum exp(z - M), L = (1 - a') (log d - (z_y - M)) + a' (log d - mean(z - M)) + w (M + log d)^2
     Gradient, with g the gradient of L:
         dz_i = g (1 + 2 w lse) p_i - g a'/V - g (1 - a') [i = y],  p_i = exp(z_i - M) / d
-    z = scale cap tanh(x / cap) of the logits x, where there is a scale (of the row, or one for all) or a softcap. z = a u
-    with a = |scale|; of u is what is kept, m = max u, and differences of u are multiplied by a: z is never rounded.
+    z = scale cap tanh(x / cap) of the logits x, where there is a scale (of the row, or one for all) or a softcap. With
+    z = |scale| u, the statistics are of u, m = max u, and only differences are multiplied: z is never rounded.
 
     Saved for backward: the logits themselves (no copy), the target, m, d (8 bytes a row), and the rows' scale.
     Collectives: one all-gather of 12 bytes a row (20 with smoothing) in forward; none in backward.

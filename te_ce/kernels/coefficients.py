@@ -13,7 +13,7 @@ import triton.language as tl
 
 from te_ce.kernels.numerics import LN_2, LOG2_E
 from te_ce.kernels.rows import at_row
-from te_ce.kernels.transform import split_scale, transform
+from te_ce.kernels.transform import direction_of, transform
 
 # What an element's gradient is made of besides P: Q, B, C, and a scale. Bits of a constant.
 LOG, TARGET, CLASS, SCALE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4), tl.constexpr(8)
@@ -51,11 +51,10 @@ def row_coefficients(
         of_all = zero + scale
     v = m
     if (row_scale[0] is not None) or (scale is not None):
-        direction, size, high, low, _ = split_scale(of_all, None)
-        v = tl.where(direction == 0.0, 0.0, m / direction)
-        m *= size.to(tl.float32)
+        v = tl.where(of_all == 0.0, 0.0, m / direction_of(of_all))
+        m = v * of_all
         # An infinite factor would make NaN of a difference of 0.
-        factor = tl.minimum(tl.maximum(direction * (high + low), -3.4e38), 3.4e38)
+        factor = tl.minimum(tl.maximum(of_all * LOG2_E, -3.4e38), 3.4e38)
     if grad_loss[0] is not None:
         g = _row_value(grad_loss, row, inner, HAS_INNER) * of_all
         of_exp, of_target = g, g * target_weight

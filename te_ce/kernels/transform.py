@@ -22,24 +22,30 @@ _LARGE = tl.constexpr(18446744073709551616.0)
 
 
 @triton.jit
+def direction_of(scale):
+    """The factor of x: the sign of the scale, times a power of two where it is too large or too small."""
+    size = tl.abs(scale)
+    power = tl.where(size > _LARGE, _LARGE, tl.where(size < 1.0 / _LARGE, 1.0 / _LARGE, 1.0))
+    return tl.where(scale < 0.0, -power, tl.where(scale == 0.0, 0.0, power))
+
+
+@triton.jit
 def split_scale(
     scale,  # float32
     rest,  # what float32 leaves of it; None: nothing
 ):
-    """What kernels take for `scale`: factor of x, +-1; a, in double; a log2(e) as high + low, both positive; and 1 / a.
+    """What kernels take for `scale`: factor of x; a, in double; a log2(e) as high + low, both positive; and 1 / a.
 
     `low` is no rounding error of either sign, but what a `high` that is too small by 2^-20 leaves: of a product of -inf
     and a sum with it nothing is NaN. A scale of 0, which has no sign, is a factor 0, and a is 1.
     """
     # The interpreter gives a number as what it is, no scalar of float32.
     scale = tl.full((), 0.0, tl.float32) + scale
-    size = tl.abs(scale)
-    power = tl.where(size > _LARGE, _LARGE, tl.where(size < 1.0 / _LARGE, 1.0 / _LARGE, 1.0))
-    direction = tl.where(scale < 0.0, -power, tl.where(scale == 0.0, 0.0, power))
-    size = size.to(tl.float64)
+    direction = direction_of(scale)
+    size = tl.abs(scale).to(tl.float64)
     if rest is not None:
         size += tl.where(scale < 0.0, -rest, rest).to(tl.float64)
-    size = tl.where(scale == 0.0, 1.0, size / power)
+    size = tl.where(scale == 0.0, 1.0, size / tl.abs(direction))
     factor = size * LOG2_E
     high = (factor * (1.0 - 2.0**-20)).to(tl.float32)
     low = (factor - high).to(tl.float32)

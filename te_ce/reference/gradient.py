@@ -41,8 +41,8 @@ def logits_gradient(
 ) -> None:
     """Write the gradient of this shard's logits, rounded once.
 
-    dx_i = dz_i scale (1 - tanh^2(x_i / cap)), dz_i = p_i (A - E (z_i - lse)) - C - B [i = y], p_i = exp(z_i - max z) / d,
-    A = g (1 + 2 w lse) + g_lse - g_lp - g_H H, B = g (1 - a') - g_lp, C = g a'/V, E = g_H
+    dx_i = dz_i scale (1 - tanh^2(x_i / cap)), dz_i = p_i (A - E (z_i - lse)) - C - B [i = y],
+    p_i = exp(z_i - max z) / d, A = g (1 + 2 w lse) + g_lse - g_lp - g_H H, B = g (1 - a') - g_lp, C = g a'/V, E = g_H
 
     Args:
         logits: [.., V_local], as in the forward pass.

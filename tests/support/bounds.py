@@ -7,8 +7,8 @@ gradient:         |error| <= half a unit in the last place of the stored dtype +
                       + |scale| (1 - tanh^2) ((2e-6 + 3e-7 |z_i - m|) p_i (A + |g_H (z_i - lse)|)
                                               + 2e-6 (|C| + B [i = y])),
                   A = |g| (1 + |2 w lse|) + |g_lse| + |g_lp| + |g_H H|,  B = |g| (1 - a') + |g_lp|,  C = g a'/V
-z:                exact, but 4 * 2^-24 |scale cap| under a softcap. To first order, value and gradient may be wrong by as
-                  much as this error makes them.
+z:                exact, but 4 * 2^-24 |scale cap| under a softcap. To first order, value and gradient may be wrong by
+                  as much as this error makes them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _value_bound(name: str, truth: Dense, target: Tensor, options: LossOptions) 
 
 
 def check_predictions(got: Tensor, truth: Dense, options: LossOptions) -> None:
-    """The id of the largest z, or under a softcap of one that is as large within its error; rows with NaN are left out."""
+    """The id of the largest z, or of one as large within a softcap's error; rows with NaN are left out."""
     got = got.cpu().reshape(-1)
     assert got.dtype == torch.int64
     comparable = ~truth.z.isnan().any(-1)
