@@ -21,7 +21,7 @@ from benchmarks.linear import results
 from benchmarks.linear.floors import FOUR, THREE, Floors
 from benchmarks.linear.problem import Problem, Shape, Truth
 from benchmarks.linear.providers import LOADERS, SLOW_TO_START, Provider, load
-from benchmarks.linear.rounds import take_turns
+from benchmarks.linear.rounds import Timed, take_turns
 from benchmarks.linear.trial import Trial, WrongAnswer
 from benchmarks.linear.verdict import NAMES, verdicts
 from benchmarks.measure import Stopwatch, on_gpu
@@ -107,10 +107,10 @@ class _Session:
         if truth is None:
             return rows
         floors = Floors(problem, truth)
-        functions = {THREE: floors.three, FOUR: floors.four}
+        functions: dict[str, Timed] = {THREE: floors.three, FOUR: floors.four}
         functions |= {row["provider"]: trials[row["provider"]].both for row in rows if row["status"] == "ok"}
         for function in functions.values():
-            function()
+            function(None)
         _say(f"{shape}: {len(functions)} functions, {arguments.rounds} rounds")
         samples = take_turns(functions, self._watch, arguments.rounds)
         rows = [{"provider": name, "status": "ok", "version": str(torch.__version__)} for name in (THREE, FOUR)] + rows
