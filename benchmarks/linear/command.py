@@ -49,7 +49,9 @@ def main(command: list[str] | None = None) -> list[Row]:
     writer = shared.Writer(arguments.out / "results.csv", results.COLUMNS)
     session = _Session(arguments, Stopwatch(device, arguments.runs), found, absent)
     rows: list[Row] = []
-    shapes = [(shape, True) for shape in arguments.shapes] + [(shape, False) for shape in arguments.memory]
+    # A shape that is timed has its memory measured too.
+    memory = [shape for shape in arguments.memory if shape not in arguments.shapes]
+    shapes = [(shape, True) for shape in arguments.shapes] + [(shape, False) for shape in memory]
     for shape, is_timed in shapes:
         group = [{**common, **shape._asdict(), **row} for row in session.measure(shape, is_timed)]
         for row in group:

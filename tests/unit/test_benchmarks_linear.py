@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.linear import providers, results, rounds, trial, verdict
+from benchmarks.linear import command, providers, results, rounds, trial, verdict
 from benchmarks.linear.chunked import TOKENS, chunked_linear_cross_entropy
-from benchmarks.linear.command import main
 from benchmarks.linear.floors import FOUR, THREE
 from benchmarks.linear.problem import Problem, Shape, Truth
 from benchmarks.measure import Stopwatch
@@ -35,7 +34,7 @@ def _small_and_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _run(folder: Path, *more: str) -> dict[str, Row]:
-    rows = main(["--shapes", "24x16x96", "--rounds", "2", "--out", str(folder), *more])
+    rows = command.main(["--shapes", "24x16x96", "--rounds", "2", "--out", str(folder), *more])
     return {row["provider"]: row for row in rows}
 
 
@@ -300,13 +299,28 @@ def test_the_report_has_tables_verdicts_and_a_picture(tmp_path: Path, monkeypatc
 
 
 def test_shapes_of_which_only_memory_counts_need_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = main(["--shapes", "--memory", "24x16x96", "--out", str(tmp_path)])
+    rows = command.main(["--shapes", "--memory", "24x16x96", "--out", str(tmp_path)])
     assert rows == []
     assert "24x16x96: memory is measured on GPUs alone" in capsys.readouterr().err
+
+
+def test_memory_alone_is_measured_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "on_gpu", lambda device: True)
+    monkeypatch.setattr(trial.Trial, "memory", lambda self: {"extra_bytes": float(3 << 20)})
+    names = ["--providers", providers.RECOMPUTE, providers.TORCH]
+    shapes = ["--shapes", "24x16x96", "--memory", "24x16x96", "48x16x96"]
+    rows = command.main([*shapes, *names, "--rounds", "2", "--out", str(tmp_path)])
+    assert [(row["rows"], "ms" in row) for row in rows] == [*[(24, True)] * 4, *[(48, False)] * 2]
+    assert {row["extra_bytes"] for row in rows[4:]} == {3 << 20}
+    report.main([str(tmp_path)])
+    timed, memory = (tmp_path / "README.md").read_text().split("## 48x16x96 bfloat16")
+    assert "promise" in timed
+    assert "promise" not in memory
+    assert "| te_ce recompute | - | - | - | 3 |" in memory
 
 
 @pytest.mark.parametrize("text", ["8x8", "8x8x8x8", "0x8x8", "axbxc"])
 def test_bad_shapes_are_refused(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--shapes", text, "--out", str(tmp_path)])
+        command.main(["--shapes", text, "--out", str(tmp_path)])
     assert "expected" in capsys.readouterr().err
