@@ -89,7 +89,7 @@ def _megatron(name: str, fused: bool) -> Provider:
         from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
         from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
-    _ensure_process_group()
+    ensure_process_group()
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=dist.get_world_size(), create_gloo_process_groups=False
@@ -233,8 +233,8 @@ def _hidden(package: str) -> Iterator[None]:
         sys.modules.update(kept)
 
 
-def _ensure_process_group() -> None:
-    """Megatron reduces over its group also when that is one rank: make one where torchrun did not."""
+def ensure_process_group() -> None:
+    """A group of one rank where torchrun made none: some reduce over their group also then."""
     if not dist.is_initialized():
         store = f"file://{tempfile.mkdtemp()}/store"
         backend = "nccl" if torch.cuda.is_available() else "gloo"

@@ -14,6 +14,7 @@ import uuid
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from benchmarks import providers as registry
 from benchmarks import results as shared
@@ -43,16 +44,26 @@ def main(command: list[str] | None = None) -> list[Row]:
     common = shared.sources(device, None, arguments.runs, command, "benchmarks.linear", arguments.commit)
     common |= {"kind": "linear", "dtype": arguments.dtype, "rounds": arguments.rounds, "spread": arguments.spread}
     common["run"] = uuid.uuid4().hex[:8]
+    started_here = not dist.is_initialized()
+    try:
+        return _run(arguments, Stopwatch(device, arguments.runs), common)
+    finally:
+        # A provider may have made a process group.
+        if started_here and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _run(arguments: argparse.Namespace, watch: Stopwatch, common: Row) -> list[Row]:
+    """Every shape in turn: its rows go to results.csv and its tables to stdout before the next one is measured."""
     found, absent = load(arguments.providers)
     for name, (_, why) in absent.items():
         _say(f"{name}: {reason(why)}")
     writer = shared.Writer(arguments.out / "results.csv", results.COLUMNS)
-    session = _Session(arguments, Stopwatch(device, arguments.runs), found, absent)
+    session = _Session(arguments, watch, found, absent)
     rows: list[Row] = []
     # A shape that is timed has its memory measured too.
     memory = [shape for shape in arguments.memory if shape not in arguments.shapes]
-    shapes = [(shape, True) for shape in arguments.shapes] + [(shape, False) for shape in memory]
-    for shape, is_timed in shapes:
+    for shape, is_timed in [*((each, True) for each in arguments.shapes), *((each, False) for each in memory)]:
         group = [{**common, **shape._asdict(), **row} for row in session.measure(shape, is_timed)]
         for row in group:
             writer.write(row)

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.linear.chunked import TOKENS, chunked_linear_cross_entropy
-from benchmarks.providers import version_of
+from benchmarks.providers import ensure_process_group, version_of
 
 # (hidden [N, H], weight [V, H], target [N]) -> the mean over the rows; or the loss of every row.
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -112,6 +113,24 @@ def _liger(name: str, accum_dtype: torch.dtype | None) -> Provider:
     return Provider(name, version_of("liger-kernel"), mean, _of_rows(rows), bound)
 
 
+def _liger_chunked(name: str) -> Provider:
+    _needs_cuda()
+    # What its vocab-parallel function falls back to; here with a group of one rank.
+    from liger_kernel.ops import fused_linear_scaled_cross_entropy as module
+
+    ensure_process_group()
+    function = module._TensorParallelFusedLinearPPOFallbackFunction
+
+    def rows(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = function.apply(hidden, weight, target, 1.0, IGNORE_INDEX, False, dist.group.WORLD)
+        return loss
+
+    def mean(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return rows(hidden, weight, target).mean()
+
+    return Provider(name, version_of("liger-kernel"), mean, _of_rows(rows), _COARSE_BOUND)
+
+
 def _cut_cross_entropy(name: str, exact: bool) -> Provider:
     _needs_cuda()
     import cut_cross_entropy
@@ -164,6 +183,7 @@ LOADERS: dict[str, Callable[[str], Provider]] = {
     CHUNKED: _chunked,
     "Liger FLCE": functools.partial(_liger, accum_dtype=None),
     "Liger FLCE, float32 dW": functools.partial(_liger, accum_dtype=torch.float32),
+    f"Liger's own fallback, {TOKENS} tokens": _liger_chunked,
     CCE: functools.partial(_cut_cross_entropy, exact=False),
     "CCE, exact": functools.partial(_cut_cross_entropy, exact=True),
     QUACK: functools.partial(_quack, use_scaled_exp=None),
