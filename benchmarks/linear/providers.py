@@ -30,6 +30,8 @@ IGNORE_INDEX = -100
 _BOUND = 2.0**-6
 # Gradients that are accumulated in 16 bits, one rounding for every chunk or block.
 _COARSE_BOUND = 2.0**-3
+# Small entries are left out on purpose; it still refuses a gradient that is doubled, or of the targets alone.
+_FILTERED_BOUND = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +143,7 @@ def _cut_cross_entropy(name: str, exact: bool) -> Provider:
     call = functools.partial(cut_cross_entropy.linear_cross_entropy, **(exactly if exact else {"impl": "cce"}))
     mean, rows = functools.partial(call, reduction="mean"), functools.partial(call, reduction="none")
     found = getattr(cut_cross_entropy, "__version__", None) or version_of("cut-cross-entropy")
-    return Provider(name, found, mean, _of_rows(rows), _COARSE_BOUND)
+    return Provider(name, found, mean, _of_rows(rows), _COARSE_BOUND if exact else _FILTERED_BOUND)
 
 
 def _quack(name: str, use_scaled_exp: bool | None) -> Provider:

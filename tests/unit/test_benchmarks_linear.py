@@ -38,8 +38,10 @@ def _run(folder: Path, *more: str) -> dict[str, Row]:
     return {row["provider"]: row for row in rows}
 
 
-def _add_provider(monkeypatch: pytest.MonkeyPatch, name: str, mean: providers.Loss) -> None:
-    loaded = providers.Provider(name, "1.2.3", mean, None)
+def _add_provider(
+    monkeypatch: pytest.MonkeyPatch, name: str, mean: providers.Loss, bound: float = providers._BOUND
+) -> None:
+    loaded = providers.Provider(name, "1.2.3", mean, None, bound)
     monkeypatch.setitem(providers.LOADERS, name, lambda name: loaded)
 
 
@@ -109,22 +111,23 @@ def _targets_alone(gradient: Tensor) -> Tensor:
     return torch.where(gradient < 0, gradient, 0.0)
 
 
+# Every bound refuses them, but that of who leaves small entries out: it cannot tell a third more.
 @pytest.mark.parametrize(
-    "change",
+    ("change", "bound"),
     [
-        _targets_alone,
-        lambda gradient: 2 * gradient,
-        lambda gradient: gradient.roll(1, dims=1),
-        lambda gradient: gradient * torch.nan,
+        (_targets_alone, providers._FILTERED_BOUND),
+        (lambda gradient: 2 * gradient, providers._FILTERED_BOUND),
+        (lambda gradient: gradient.roll(1, dims=1), providers._FILTERED_BOUND),
+        (lambda gradient: gradient * torch.nan, providers._FILTERED_BOUND),
         # Right for the loss itself: a provider that forgets the upstream gradient.
-        lambda gradient: gradient / 0.75,
+        (lambda gradient: gradient / 0.75, providers._COARSE_BOUND),
     ],
     ids=["targets alone", "doubled", "shifted", "nan", "upstream forgotten"],
 )
 def test_a_wrong_gradient_is_refused_and_not_timed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: Callable[[Tensor], Tensor]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: Callable[[Tensor], Tensor], bound: float
 ) -> None:
-    _add_provider(monkeypatch, "wrong", _with_gradients(change))
+    _add_provider(monkeypatch, "wrong", _with_gradients(change), bound)
     _add_provider(monkeypatch, "right", _with_gradients(lambda gradient: gradient))
     found = _run(tmp_path, "--providers", "wrong", "right")
     assert found["wrong"]["status"] == "failed"
