@@ -31,7 +31,7 @@ def combine_statistics_kernel(
     part_stride = n_rows * FIELDS
     m, z_y = max_of_parts(m_ptr, m_ptr + 2 * n_rows, part_stride, n_parts, mask_n, BLOCK_N)
     d, s, t, argmax = sums_of_parts(
-        m, m_ptr, n_rows, part_stride, n_parts, mask_n, HAS_SMOOTHING, HAS_ENTROPY, HAS_ARGMAX, False, BLOCK_N
+        m, m_ptr, n_rows, part_stride, n_parts, mask_n, HAS_SMOOTHING, HAS_ENTROPY, HAS_ARGMAX, False, False, BLOCK_N
     )
     columns = tl.zeros([BLOCK_N], dtype=tl.float32)
     if HAS_SMOOTHING:

@@ -56,6 +56,7 @@ def sums_of_parts(
     HAS_ENTROPY: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
     IN_BLOCKS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,  # False: of some columns; where all of them are -inf, they stay the identity
     BLOCK_N: tl.constexpr,
 ):
     """d, s, t and argmax of whole rows, [BLOCK_N]. A part without columns changes no bit."""
@@ -78,7 +79,10 @@ def sums_of_parts(
     argmax = tl.full([BLOCK_N], NO_COLUMN, dtype=tl.int32)
     for _ in range(n_parts):
         m_part = tl.load(m_ptr, mask=mask, other=0.0)
-        weight = exp_weight(m_part - m).to(SUM)
+        by = m_part - m
+        if not IS_WHOLE:
+            by = tl.where(m_part == m, 0.0, by)
+        weight = exp_weight(by).to(SUM)
         d_part = tl.load(d_ptr, mask=mask, other=1.0).to(SUM)
         d += weight * d_part
         m_ptr += part_stride
@@ -86,12 +90,12 @@ def sums_of_parts(
         if HAS_SMOOTHING:
             columns = tl.load(columns_ptr, mask=mask, other=0.0)
             # An empty part adds nothing: 0 columns times an infinite shift would be NaN.
-            shift = tl.where(columns > 0.0, columns * (m_part - m), 0.0)
+            shift = tl.where(columns > 0.0, columns * by, 0.0)
             s += tl.load(s_ptr, mask=mask, other=0.0).to(SUM) + shift
             s_ptr += part_stride
             columns_ptr += part_stride
         if HAS_ENTROPY:
-            t += weight * lower(tl.load(t_ptr, mask=mask, other=0.0).to(SUM), d_part, m_part - m)
+            t += weight * lower(tl.load(t_ptr, mask=mask, other=0.0).to(SUM), d_part, by)
             t_ptr += part_stride
         if HAS_ARGMAX:
             column = tl.load(argmax_ptr, mask=mask, other=0)
@@ -151,6 +155,7 @@ def merge_statistics_kernel(
         HAS_ENTROPY,
         HAS_ARGMAX,
         IN_BLOCKS,
+        True,
         BLOCK_N,
     )
     target_ptrs = at_row(target_ptr, rows, inner, target_stride_outer, target_stride_inner, HAS_INNER)

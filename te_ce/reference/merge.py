@@ -81,8 +81,11 @@ def merge_statistics(
 
 
 def combine_statistics(gathered: Tensor, problem: ShardProblem) -> Tensor:
-    """Merge the statistics of parts of one shard [parts, fields, N] into those of one part, [1, fields, N]."""
-    row = _merge(gathered, problem)
+    """Merge the statistics of parts of one shard [parts, fields, N] into those of one part, [1, fields, N].
+
+    Where all of the shard's logits are -inf, or it has none, that part is the identity: other shards may have a max.
+    """
+    row = _merge(gathered, problem, is_whole=False)
     fields = [row.m, row.d, row.z_y]
     if row.s is not None:
         fields += [row.s, gathered[:, 4].sum(0)]
@@ -93,17 +96,21 @@ def combine_statistics(gathered: Tensor, problem: ShardProblem) -> Tensor:
     return torch.stack(fields)[None]
 
 
-def _merge(gathered: Tensor, problem: ShardProblem) -> _Merged:
+def _merge(gathered: Tensor, problem: ShardProblem, is_whole: bool = True) -> _Merged:
+    """Statistics of all parts in one; a row that is -inf as a whole is NaN, one of which other columns exist is not."""
     parts, part_max = range(gathered.shape[0]), gathered[:, 0]
     m = part_max.amax(0)
-    weight = torch.exp(part_max - m)
+    shifts = part_max - m
+    if not is_whole:
+        shifts = torch.where(part_max == m, 0.0, shifts)
+    weight = torch.exp(shifts)
     d = torch.zeros_like(m)
     s = torch.zeros_like(m) if problem.is_smoothed else None
     t = torch.zeros_like(m) if problem.has_entropy else None
     argmax = None
     for part in parts:
         d = d + weight[part] * gathered[part, 1]
-        shift = part_max[part] - m
+        shift = shifts[part]
         if s is not None:
             # 0 columns times an infinite shift is NaN: an empty shard adds nothing.
             columns = gathered[part, 4]
