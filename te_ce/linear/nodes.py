@@ -87,7 +87,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 of_hidden = of_hidden.to(hidden.dtype).view(hidden.shape)
         results = [of_hidden, of_weight, of_bias]
         if torch.is_grad_enabled():  # create_graph=True
-            inputs = (hidden, weight, *(grad for grad in grads if grad is not None))
+            inputs = [each for each in (hidden, weight, bias, *grads) if each is not None]
             results = [None if each is None else forbid_second_derivative(each, *inputs) for each in results]
         return (*results, None, None, None, None)
 
