@@ -15,7 +15,7 @@ from te_ce.backend import Backend, choose_backend
 from te_ce.checks import check_row_scale
 from te_ce.groups import group_size
 from te_ce.linear.checks import check_linear_inputs, check_token_weights, check_width
-from te_ce.linear.chunks import Keep, check_keep
+from te_ce.linear.chunks import Keep, check_keep, token_chunks, vocabulary_chunks
 from te_ce.linear.weight_gradient import WeightGradient
 from te_ce.options import LossOptions
 from te_ce.problem import ShardProblem
@@ -55,7 +55,7 @@ class LinearCall(NamedTuple):
     sequence_parallel: bool
     keep: Keep
     reduction: str
-    widest: int  # columns of a rank, the same number on every rank
+    chunks: tuple[slice, ...]  # of this rank's real columns, for forward and backward; with token_weights of the tokens
     record: Record | None  # what a checked call exchanges first, but for the targets; None: not checked
     weight_gradient: Callable[[], WeightGradient] | None
 
@@ -102,6 +102,10 @@ def resolve_linear_call(tensors: LinearTensors, request: LinearRequest) -> Linea
     columns = resolve_shard(shard, weight.shape[0], group)
     problem = ShardProblem.resolve(options, columns, ranks, outputs, equal_shards=shard is None)
     is_checked = options.check_targets or environment.check_targets_requested()
+    chunks = vocabulary_chunks(target.numel(), problem.real_columns, hidden.element_size())
+    if token_weights is not None:
+        # By the columns of a rank that are the same number on every rank.
+        chunks = token_chunks(target.numel(), -(-columns.size // ranks), hidden.element_size())
     return LinearCall(
         problem=problem,
         group=group if ranks > 1 else None,
@@ -109,7 +113,7 @@ def resolve_linear_call(tensors: LinearTensors, request: LinearRequest) -> Linea
         sequence_parallel=sequence_parallel,
         keep=keep,
         reduction=options.reduction,
-        widest=-(-columns.size // ranks),
+        chunks=chunks,
         record=_record(tensors, request, columns) if is_checked else None,
         weight_gradient=weight_gradient,
     )

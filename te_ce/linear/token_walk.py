@@ -15,7 +15,7 @@ from torch import Tensor
 
 from te_ce.collectives import gather_statistics, start_sum
 from te_ce.linear.call import LinearCall
-from te_ce.linear.chunks import padded_width, token_chunks, vocabulary_chunks
+from te_ce.linear.chunks import padded_width, vocabulary_chunks
 from te_ce.linear.products import add_product, set_product, sum_dtype
 from te_ce.linear.vocabulary_walk import Batch, Needed
 from te_ce.outputs import OutputGrads
@@ -44,7 +44,7 @@ def loss_and_gradients(
         token_weights: w [N] float32.
     """
     hidden, n_columns = batch.hidden, call.problem.real_columns
-    chunks = token_chunks(hidden.shape[0], call.widest, hidden.element_size())
+    chunks = call.chunks
     sums = _empty_sums(batch, call, needed)
     rows_of_chunk = max((rows.stop - rows.start for rows in chunks), default=0)
     memory = hidden.new_empty((rows_of_chunk, padded_width(n_columns)))[:, :n_columns]

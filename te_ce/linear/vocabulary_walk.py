@@ -17,11 +17,10 @@ from torch import Tensor
 
 from te_ce.collectives import PendingSum, gather_statistics, start_sum
 from te_ce.linear.call import LinearCall
-from te_ce.linear.chunks import kept_chunks, padded_width, vocabulary_chunks
+from te_ce.linear.chunks import kept_chunks, padded_width
 from te_ce.linear.products import add_product, logits_into, set_product, sum_dtype
 from te_ce.linear.weight_gradient import NewWeightGradient
 from te_ce.outputs import OutputGrads
-from te_ce.problem import ShardProblem
 
 
 class Batch(NamedTuple):
@@ -79,17 +78,13 @@ class _Chunks:
         return self._memory[:, : columns.stop - columns.start]
 
 
-def _chunks(batch: Batch, problem: ShardProblem) -> tuple[slice, ...]:
-    return vocabulary_chunks(batch.hidden.shape[0], problem.real_columns, batch.hidden.element_size())
-
-
 def statistics(batch: Batch, call: LinearCall, keeps: bool) -> tuple[Tensor, list[Tensor]]:
     """Statistics [parts, fields, N] of this rank's columns, and the logits of the last chunks where any are kept.
 
     Args:
         keeps: a backward may come.
     """
-    chunks = _chunks(batch, call.problem)
+    chunks = call.chunks
     n_kept = kept_chunks(call.keep, chunks, batch.hidden.shape[0], batch.hidden.element_size()) if keeps else 0
     buffers = _Chunks(batch, chunks)
     parts, kept = [], []
@@ -136,7 +131,7 @@ def gradients(
         grads: [N] each.
         kept: logits of the last chunks, as `row_loss` gave them; lost where `overwrites_kept`.
     """
-    chunks, hidden = _chunks(batch, call.problem), batch.hidden
+    chunks, hidden = call.chunks, batch.hidden
     buffers = _Chunks(batch, chunks)
     of_hidden = hidden.new_empty(hidden.shape, dtype=sum_dtype(hidden.dtype)) if needed.hidden else None
     of_weight = None
