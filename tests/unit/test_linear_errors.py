@@ -42,6 +42,7 @@ _META = torch.zeros(8, 4, device="meta")
             ValueError,
             "hidden: expected at least one dimension",
         ),
+        ({"hidden": _HIDDEN[:, :0], "weight": _WEIGHT[:, :0]}, ValueError, r"hidden: .* 1 feature, got shape \(3, 0\)"),
         ({"weight": torch.zeros(8, 5)}, ValueError, r"weight: expected shape \[V_local, 4\].* got \(8, 5\)"),
         ({"weight": torch.zeros(4, 8)}, ValueError, r"weight: expected shape \[V_local, 4\].* got \(4, 8\)"),
         ({"weight": torch.zeros(4)}, ValueError, r"weight: expected shape \[V_local, 4\].* got \(4,\)"),
