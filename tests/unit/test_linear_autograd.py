@@ -73,7 +73,7 @@ def _autocast_layers(subject: Subject, weight_dtype: torch.dtype) -> tuple[Tenso
 def test_autocast(
     subject: Subject, dtype: torch.dtype, weight_dtype: torch.dtype, inside: bool, weighted: bool
 ) -> None:
-    """As the unfused pair: GEMMs in the dtype of autocast, the loss in float32, gradients in the dtypes of the leaves."""
+    """As the unfused pair: GEMMs in the dtype of autocast, loss in float32, gradients in the dtypes of leaves."""
     results = []
     target = _PLAIN.draw(subject.device).target
     for fused in (True, False):

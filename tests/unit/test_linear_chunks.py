@@ -27,16 +27,31 @@ def _check(cut: tuple[slice, ...], size: int, step: int) -> None:
 
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
-def test_chunks_of_the_vocabulary(itemsize: int) -> None:
+@pytest.mark.parametrize("features", [1, 256, 4096, 16384])
+def test_chunks_of_the_vocabulary(features: int, itemsize: int) -> None:
     for tokens, columns in itertools.product(_TOKENS, _SIZES):
-        cut = vocabulary_chunks(tokens, columns, itemsize)
+        cut = vocabulary_chunks(tokens, features, columns, itemsize)
         _check(cut, columns, chunks._COLUMNS_STEP)
-        budget = max(chunks._VOCABULARY_CHUNK_BYTES, chunks._LEAST_COLUMNS * tokens * itemsize)
+        least = chunks._LEAST_COLUMNS * tokens
         if cut:
-            assert (cut[0].stop - chunks._COLUMNS_STEP) * tokens * itemsize < budget
-        # No more chunks than the budget asks for.
-        fitting = max(chunks._LEAST_COLUMNS, chunks._VOCABULARY_CHUNK_BYTES // max(1, tokens * itemsize))
-        assert len(cut) <= -(-columns // fitting)
+            widest = (cut[0].stop - chunks._COLUMNS_STEP) * tokens
+            assert widest * itemsize < max(chunks._VOCABULARY_CHUNK_BYTES, least * itemsize)
+            assert widest * features < max(chunks._MULTIPLICATIONS, least * features)
+        # No more chunks than these ask for.
+        worth = min(
+            chunks._VOCABULARY_CHUNK_BYTES // max(1, tokens * itemsize),
+            chunks._MULTIPLICATIONS // max(1, tokens * features),
+        )
+        assert len(cut) <= -(-columns // max(chunks._LEAST_COLUMNS, worth))
+
+
+def test_chunks_are_narrower_where_some_are_kept() -> None:
+    shape = 8192, 4096, 128256, 2
+    for whole in ("recompute", 0.0, 1.0):
+        assert len(vocabulary_chunks(*shape, whole)) == 4
+    for part in (0.1, 0.99, 1 << 20, 10**12):
+        assert len(vocabulary_chunks(*shape, part)) == 8
+    assert len(vocabulary_chunks(8192, 4096, 32000, 2, 0.5)) == 4, "not below the least number of columns"
 
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
@@ -53,10 +68,10 @@ def test_chunks_of_the_tokens(itemsize: int) -> None:
 def test_chunks_of_the_environment(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TE_CE_CHUNK_COLUMNS", str(width))
     monkeypatch.setenv("TE_CE_CHUNK_TOKENS", str(width))
-    for cut in (vocabulary_chunks(6, 37, 4), token_chunks(37, 6, 4)):
+    for cut in (vocabulary_chunks(6, 8, 37, 4), token_chunks(37, 6, 4)):
         _check(cut, 37, width)
         assert len(cut) == -(-37 // width)
-    assert vocabulary_chunks(6, 0, 4) == token_chunks(0, 6, 4) == ()
+    assert vocabulary_chunks(6, 8, 0, 4) == token_chunks(0, 6, 4) == ()
 
 
 def test_rows_of_a_chunk_begin_at_whole_vectors() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -36,7 +37,7 @@ def _parts_of(
     """Statistics of the parts of one shard that end there, as the walk over the vocabulary makes them."""
     first = ends[0]
     real = problem.real_columns
-    cuts = [slice(min(a - first, real), min(b - first, real)) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    cuts = [slice(min(a - first, real), min(b - first, real)) for a, b in itertools.pairwise(ends)]
     cuts = [cut for cut in cuts if cut.stop > cut.start] or [slice(0, 0)]
     return [
         subject.backend.row_statistics(

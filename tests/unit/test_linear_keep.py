@@ -104,7 +104,7 @@ def test_nothing_is_kept_or_multiplied_where_no_gradient_is_wanted(twin: Subject
         cut_into(10),
         gemms() as counts,
         getattr(torch, mode)(),
-        mock.patch.object(vocabulary_walk, "kept_chunks") as kept,
+        mock.patch.object(vocabulary_walk._Chunks, "new") as kept,
     ):
         call(twin, inputs, keep=1.0)
         call(twin, inputs, token_weights=torch.ones(2, 3), reduction="sum", options=None)
