@@ -151,7 +151,7 @@ def test_ties_go_to_the_smallest_id(subject: Subject) -> None:
 
 
 def test_columns_are_counted(subject: Subject) -> None:
-    """Smoothing has the mean over all of them: a count that was lost would show in the loss only where maxima differ."""
+    """Smoothing has the mean over all of them: a lost count would show in the loss only where maxima differ."""
     logits, target = _draw(subject)
     problem = _problems([(0, 5, 10, 13), (13, 24)], _OPTIONS["uniform"], ())[0]
     parts = torch.cat(_parts_of(subject, logits, target, problem, (0, 5, 10, 13)))
