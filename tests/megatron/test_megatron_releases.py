@@ -63,7 +63,7 @@ def test_known_to_strict(release):
     status = megatron_patch.status()
     assert status.intact
     assert status.megatron == release.version
-    assert {b.role for b in status.bindings} == {"loss", "config", "native"}
+    assert {b.role for b in status.bindings} == {"loss", "config", "call", "layer", "native"}
 
 
 def test_flag(release):
