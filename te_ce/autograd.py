@@ -16,6 +16,7 @@ from te_ce.layout import may_share_memory, readable
 from te_ce.outputs import OutputGrads
 from te_ce.problem import ShardProblem
 from te_ce.record import Record
+from te_ce.second_derivative import forbid_second_derivative
 
 Inplace = Literal["auto"] | bool
 
@@ -100,8 +101,7 @@ def logits_gradient(
     # create_graph=True
     with torch.no_grad():
         grad_logits = _gradient(logits, target, grads, saved, call, row_scale, overwrite)
-    result: Tensor = _Undifferentiable.apply(grad_logits, logits, *(grad for grad in grads if grad is not None))
-    return result
+    return forbid_second_derivative(grad_logits, logits, *(grad for grad in grads if grad is not None))
 
 
 def _gradient(
@@ -122,18 +122,3 @@ def _gradient(
     call.backend.logits_gradient(logits, target, grads, saved, logits, call.problem, row_scale)
     # An alias: autograd would copy the saved tensor itself on its way to whoever wants the gradient.
     return logits.detach()
-
-
-class _Undifferentiable(torch.autograd.Function):
-    """Makes a second differentiation of the gradient an error, where it would silently be 0."""
-
-    @staticmethod
-    def forward(ctx: Any, grad_logits: Tensor, logits: Tensor, *grads: Tensor) -> Tensor:
-        return grad_logits.view_as(grad_logits)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        raise RuntimeError(
-            "the gradient of te_ce's loss was differentiated again, which is not supported; use "
-            "torch.nn.functional.cross_entropy where second derivatives are needed"
-        )

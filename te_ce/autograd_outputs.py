@@ -12,7 +12,8 @@ from te_ce.autograd import LossCall, forward, logits_gradient
 from te_ce.layout import may_share_memory, readable
 from te_ce.outputs import OutputGrads
 
-_FOR_LOGGING = ("z_loss", "predictions")
+# Outputs that no gradient flows to.
+FOR_LOGGING = ("z_loss", "predictions")
 
 
 class CrossEntropyWithOutputs(torch.autograd.Function):
@@ -39,7 +40,7 @@ class CrossEntropyWithOutputs(torch.autograd.Function):
         loss, saved, outputs = forward(logits, target, call, row_scale)
         names = call.problem.outputs
         ctx.mark_non_differentiable(
-            *(output for name, output in zip(names, outputs, strict=True) if name in _FOR_LOGGING)
+            *(output for name, output in zip(names, outputs, strict=True) if name in FOR_LOGGING)
         )
         if ctx.needs_input_grad[0]:
             if call.inplace == "auto":

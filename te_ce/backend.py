@@ -42,6 +42,12 @@ class MergeStatistics(Protocol):
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]: ...
 
 
+class CombineStatistics(Protocol):
+    """See `te_ce.reference.combine_statistics`."""
+
+    def __call__(self, gathered: Tensor, problem: ShardProblem) -> Tensor: ...
+
+
 class LogitsGradient(Protocol):
     """See `te_ce.reference.logits_gradient`."""
 
@@ -58,12 +64,16 @@ class LogitsGradient(Protocol):
 
 
 class Backend(NamedTuple):
-    """One implementation of the steps of the loss: statistics and merge, or `row_loss` on one rank; then gradient."""
+    """One implementation of the steps of the loss: statistics and merge, or `row_loss` on one rank; then gradient.
+
+    Statistics of parts of a shard may be combined before they are merged with those of other ranks.
+    """
 
     name: str
     row_loss: RowLoss
     row_statistics: RowStatistics
     merge_statistics: MergeStatistics
+    combine_statistics: CombineStatistics
     logits_gradient: LogitsGradient
 
 
@@ -100,18 +110,20 @@ def _torch_backend() -> Backend:
         reference.row_loss,
         reference.row_statistics,
         reference.merge_statistics,
+        reference.combine_statistics,
         reference.logits_gradient,
     )
 
 
 @functools.cache
 def _triton_backend() -> Backend:
-    from te_ce.kernels import launch, launch_gradient
+    from te_ce.kernels import launch, launch_combine, launch_gradient
 
     return Backend(
         "triton",
         launch.row_loss,
         launch.row_statistics,
         launch.merge_statistics,
+        launch_combine.combine_statistics,
         launch_gradient.logits_gradient,
     )

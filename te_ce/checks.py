@@ -19,24 +19,10 @@ def check_inputs(logits: object, target: object) -> None:
         TypeError: not a tensor, or a dtype that is not served.
         ValueError: shapes or devices do not belong together.
     """
-    for name, value in (("logits", logits), ("target", target)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
-        if is_traceable_wrapper_subclass(value):
-            raise TypeError(
-                f"{name}: expected a plain tensor, got {type(value).__name__}; pass this rank's local tensor"
-            )
-        if value.is_nested:
-            raise ValueError(f"{name}: expected a dense tensor with storage, got a nested tensor")
-    assert isinstance(logits, Tensor)
-    assert isinstance(target, Tensor)
-    if logits.dtype not in _LOGITS_DTYPES:
-        raise TypeError(f"logits: expected float32, bfloat16, float16 or float64, got {_name(logits.dtype)}")
-    if target.dtype not in _TARGET_DTYPES:
-        raise TypeError(f"target: expected int64 or int32 class ids, got {_name(target.dtype)}")
+    logits, target = plain_tensor("logits", logits), plain_tensor("target", target)
+    check_dtypes("logits", logits, target)
     for name, tensor in (("logits", logits), ("target", target)):
-        if tensor.layout != torch.strided or tensor.device.type == "meta":
-            raise ValueError(f"{name}: expected a dense tensor with storage, got {tensor.layout} on {tensor.device}")
+        check_storage(name, tensor)
     if logits.ndim == 0:
         raise ValueError("logits: expected at least one dimension [.., columns], got a scalar")
     if target.shape != logits.shape[:-1]:
@@ -46,6 +32,47 @@ def check_inputs(logits: object, target: object) -> None:
         )
     if target.device != logits.device:
         raise ValueError(f"target: expected device {logits.device}, that of the logits, got {target.device}")
+
+
+def plain_tensor(name: str, value: object) -> Tensor:
+    """`value`, which is a plain tensor.
+
+    Raises:
+        TypeError: not a tensor, or a subclass that holds others.
+        ValueError: nested.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    if is_traceable_wrapper_subclass(value):
+        raise TypeError(f"{name}: expected a plain tensor, got {type(value).__name__}; pass this rank's local tensor")
+    if value.is_nested:
+        raise ValueError(f"{name}: expected a dense tensor with storage, got a nested tensor")
+    return value
+
+
+def check_dtypes(name: str, tensor: Tensor, target: Tensor) -> None:
+    """Refuse dtypes that are not served; `name` is that of `tensor`, which has the dtype of the logits.
+
+    Raises:
+        TypeError: one of them.
+    """
+    if tensor.dtype not in _LOGITS_DTYPES:
+        raise TypeError(f"{name}: expected float32, bfloat16, float16 or float64, got {dtype_name(tensor.dtype)}")
+    if target.dtype not in _TARGET_DTYPES:
+        raise TypeError(f"target: expected int64 or int32 class ids, got {dtype_name(target.dtype)}")
+
+
+def check_storage(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor without elements in strided memory.
+
+    Raises:
+        ValueError: sparse, or on the meta device.
+    """
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise ValueError(
+            f"{name}: expected a dense tensor with storage, got shape {tuple(tensor.shape)}, {tensor.layout} on "
+            f"{tensor.device}"
+        )
 
 
 def check_row_scale(scale: Tensor | None, target: Tensor) -> None:
@@ -99,5 +126,6 @@ def check_inplace_mode(inplace: object) -> None:
         raise ValueError(f'inplace: expected "auto", True or False, got {inplace!r}')
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in `bfloat16`."""
     return str(dtype).removeprefix("torch.")

@@ -1,16 +1,21 @@
-"""The communication of the loss: one all-gather for the whole batch in forward, none in backward.
+"""The communication of the losses. On logits: one all-gather for the whole batch in forward, none in backward.
 
 Gathering the statistics and merging them in rank order on every rank gives all ranks the same bits; a sum-reduction
 would leave the order to the library. It is also one latency instead of the two of MAX followed by SUM.
+
+The linear loss sums the gradient of the hidden states over the group as well, and with sequence parallelism gathers
+them first.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from te_ce.groups import group_size
 
@@ -28,6 +33,40 @@ def gather_statistics(stats: Tensor, group: ProcessGroup | None) -> Tensor:
     if ranks == 1:
         return stats
     return _all_gather(stats, group, ranks)
+
+
+def gather_sequence(hidden: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Hidden states of all ranks: [s / W, .., H] of each to [s, .., H]. One all-gather; none for a group of one."""
+    ranks = group_size(group)
+    return hidden if ranks == 1 else _all_gather(hidden.contiguous(), group, ranks)
+
+
+class PendingSum(NamedTuple):
+    """A sum over the ranks that is on its way; `source` stays as it is until then."""
+
+    result: Tensor
+    work: Work | None
+    source: Tensor
+
+    def wait(self) -> Tensor:
+        """The sum; the current stream waits for it, the host does not (with gloo it does)."""
+        if self.work is not None:
+            self.work.wait()
+        return self.result
+
+
+def start_sum(partial: Tensor, group: ProcessGroup | None, scatter: bool) -> PendingSum:
+    """Begin to sum `partial` [s, .., H] over the ranks: all of it on every rank, or with `scatter` [s / W, .., H].
+
+    One all-reduce, or one reduce-scatter; none for a group of one. An all-reduce is in place.
+    """
+    ranks = group_size(group)
+    if ranks == 1:
+        return PendingSum(partial, None, partial)
+    if not scatter:
+        return PendingSum(partial, dist.all_reduce(partial, group=group, async_op=True), partial)
+    result = partial.new_empty((partial.shape[0] // ranks, *partial.shape[1:]))
+    return PendingSum(result, _reduce_scatter_concatenated(result, partial, group=group, async_op=True), partial)
 
 
 def gather_records(record: bytes, group: ProcessGroup, device: torch.device | None) -> list[bytes]:
@@ -56,5 +95,6 @@ def _all_gather(tensor: Tensor, group: ProcessGroup | None, ranks: int) -> Tenso
     return gathered
 
 
-# torch 2.13 renames it and warns about the old name.
+# torch 2.13 renames them and warns about the old names.
 _all_gather_concatenated = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_concatenated = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

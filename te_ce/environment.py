@@ -4,6 +4,8 @@ TE_CE_CHECK_TARGETS   1: every call behaves as with check_targets=True (host syn
                       rank or on none.
 TE_CE_BACKEND         auto (default), torch (the plain-torch twin on any device) or triton (the kernels or an error).
                       On CUDA the twin's sums are torch's own: a row's last bits may depend on the batch there.
+TE_CE_CHUNK_COLUMNS   columns of a chunk of the linear loss, instead of what its rule says; may differ by rank.
+TE_CE_CHUNK_TOKENS    tokens of a chunk where token_weights are given, likewise; the same on every rank.
 TRITON_INTERPRET      Triton's own: 1 runs the kernels on CPU tensors.
 """
 
@@ -33,6 +35,25 @@ def check_targets_requested() -> bool:
 def check_targets_may_be_requested() -> bool:
     """Whether TE_CE_CHECK_TARGETS is anything but off, a wrong value included; raises nothing."""
     return os.environ.get("TE_CE_CHECK_TARGETS", "") not in ("", "0")
+
+
+def chunk_columns() -> int | None:
+    """TE_CE_CHUNK_COLUMNS; None where it is not set, ValueError when it is no positive integer."""
+    return _positive("TE_CE_CHUNK_COLUMNS")
+
+
+def chunk_tokens() -> int | None:
+    """TE_CE_CHUNK_TOKENS; None where it is not set, ValueError when it is no positive integer."""
+    return _positive("TE_CE_CHUNK_TOKENS")
+
+
+def _positive(name: str) -> int | None:
+    value = os.environ.get(name, "")
+    if not value:
+        return None
+    if not (value.isascii() and value.isdigit() and int(value) > 0):
+        raise ValueError(f"{name}: expected a positive integer, got {value!r}")
+    return int(value)
 
 
 def requested_backend() -> str:

@@ -95,6 +95,10 @@ class ShardProblem:
         """a'/V, in double."""
         return self.smoothing_weight / self.classes
 
+    def of_columns(self, columns: slice) -> ShardProblem:
+        """The problem of some of the shard's columns, read apart from the others; the same object for the same ones."""
+        return _problem_of_columns(self, columns.start, columns.stop)
+
     @classmethod
     def resolve(
         cls,
@@ -134,6 +138,17 @@ def resolve_problem(
         softcap=None if options.softcap is None else float(options.softcap),
         scale=float(options.scale),
         outputs=outputs,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _problem_of_columns(problem: ShardProblem, start: int, stop: int) -> ShardProblem:
+    """See `ShardProblem.of_columns`."""
+    return dataclasses.replace(
+        problem,
+        start=problem.start + start,
+        real_columns=max(0, min(stop, problem.real_columns) - start),
+        parts=_parts(stop - start),
     )
 
 

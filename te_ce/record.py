@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 import zlib
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -82,13 +83,20 @@ def describe_call(
     shard: VocabShard,
     declared: bool,
     outputs: tuple[str, ...] = (),
+    more: Mapping[str, object] | None = None,
 ) -> Record:
-    """The record of a call, but for the values of its targets and scales, which are still to be looked at."""
+    """The record of a call, but for the values of its targets and scales, which are still to be looked at.
+
+    Args:
+        logits: of their dtype.
+        more: what else must be the same on every rank, by name.
+    """
     facts: dict[str, object] = {
         "target.shape": tuple(target.shape),
         "target.dtype": target.dtype,
         "logits.dtype": logits.dtype,
         "outputs": outputs,
+        **(more or {}),
     }
     for field in dataclasses.fields(options):
         # By an option on one rank and by the environment on another is no disagreement.

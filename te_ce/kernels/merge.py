@@ -32,7 +32,7 @@ _UNSPECIALIZED = [
 
 
 @triton.jit
-def _max_of_parts(m_ptr, z_y_ptr, part_stride, n_parts, mask, BLOCK_N: tl.constexpr):
+def max_of_parts(m_ptr, z_y_ptr, part_stride, n_parts, mask, BLOCK_N: tl.constexpr):
     """m and z_y of whole rows, [BLOCK_N]; idle lanes load what keeps them finite, here and below."""
     m = tl.full([BLOCK_N], -float("inf"), dtype=tl.float32)
     z_y = tl.full([BLOCK_N], -float("inf"), dtype=tl.float32)
@@ -45,7 +45,7 @@ def _max_of_parts(m_ptr, z_y_ptr, part_stride, n_parts, mask, BLOCK_N: tl.conste
 
 
 @triton.jit
-def _sums_of_parts(
+def sums_of_parts(
     m,  # [BLOCK_N] of the whole rows
     m_ptr,
     field_stride,
@@ -139,8 +139,8 @@ def merge_statistics_kernel(
     m_ptr = gathered_ptr + rows
     FIELDS: tl.constexpr = 3 + 2 * HAS_SMOOTHING + HAS_ENTROPY + HAS_ARGMAX
     part_stride = field_stride * FIELDS
-    m, z_y = _max_of_parts(m_ptr, m_ptr + 2 * field_stride, part_stride, n_parts, mask_n, BLOCK_N)
-    d, s, t, argmax = _sums_of_parts(
+    m, z_y = max_of_parts(m_ptr, m_ptr + 2 * field_stride, part_stride, n_parts, mask_n, BLOCK_N)
+    d, s, t, argmax = sums_of_parts(
         m,
         m_ptr,
         field_stride,

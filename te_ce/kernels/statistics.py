@@ -45,20 +45,21 @@ def store_statistics(
     HAS_SMOOTHING: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
+    mask=None,  # of rows
 ):
     """The fields that the problem has, in their order."""
-    tl.store(out_ptr, m)
-    tl.store(out_ptr + n_rows, d)
-    tl.store(out_ptr + 2 * n_rows, z_y)
+    tl.store(out_ptr, m, mask=mask)
+    tl.store(out_ptr + n_rows, d, mask=mask)
+    tl.store(out_ptr + 2 * n_rows, z_y, mask=mask)
     if HAS_SMOOTHING:
-        tl.store(out_ptr + 3 * n_rows, s)
-        tl.store(out_ptr + 4 * n_rows, columns)
+        tl.store(out_ptr + 3 * n_rows, s, mask=mask)
+        tl.store(out_ptr + 4 * n_rows, columns, mask=mask)
         out_ptr += 2 * n_rows
     if HAS_ENTROPY:
-        tl.store(out_ptr + 3 * n_rows, t)
+        tl.store(out_ptr + 3 * n_rows, t, mask=mask)
         out_ptr += n_rows
     if HAS_ARGMAX:
-        tl.store((out_ptr + 3 * n_rows).to(tl.pointer_type(tl.int32)), argmax)
+        tl.store((out_ptr + 3 * n_rows).to(tl.pointer_type(tl.int32)), argmax, mask=mask)
 
 
 @triton.jit(do_not_specialize=["stats_ptr", *UNSPECIALIZED])

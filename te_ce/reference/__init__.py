@@ -8,7 +8,7 @@ log 3, and (m + log d) - z_y in float32 would make it 0.
 """
 
 from te_ce.reference.gradient import logits_gradient
-from te_ce.reference.merge import merge_statistics, row_loss
+from te_ce.reference.merge import combine_statistics, merge_statistics, row_loss
 from te_ce.reference.statistics import row_statistics
 
-__all__ = ["logits_gradient", "merge_statistics", "row_loss", "row_statistics"]
+__all__ = ["combine_statistics", "logits_gradient", "merge_statistics", "row_loss", "row_statistics"]

@@ -80,6 +80,19 @@ def merge_statistics(
     return of_target(loss), torch.stack(saved), tuple(outputs)
 
 
+def combine_statistics(gathered: Tensor, problem: ShardProblem) -> Tensor:
+    """Merge the statistics of parts of one shard [parts, fields, N] into those of one part, [1, fields, N]."""
+    row = _merge(gathered, problem)
+    fields = [row.m, row.d, row.z_y]
+    if row.s is not None:
+        fields += [row.s, gathered[:, 4].sum(0)]
+    if row.t is not None:
+        fields.append(row.t)
+    if row.argmax is not None:
+        fields.append(row.argmax.to(INTEGERS[gathered.dtype]).view(gathered.dtype))
+    return torch.stack(fields)[None]
+
+
 def _merge(gathered: Tensor, problem: ShardProblem) -> _Merged:
     parts, part_max = range(gathered.shape[0]), gathered[:, 0]
     m = part_max.amax(0)

@@ -1,0 +1,44 @@
+"""Statistics of parts of one shard to those of one part: what a rank sends where it read its columns in chunks."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from te_ce.kernels.merge import max_of_parts, sums_of_parts
+from te_ce.kernels.statistics import store_statistics
+
+
+@triton.jit(do_not_specialize=["gathered_ptr", "stats_ptr", "n_rows", "n_parts"])
+def combine_statistics_kernel(
+    # input
+    gathered_ptr,  # [parts, fields, N] float32
+    # output
+    stats_ptr,  # [fields, N] float32: m, d, z_y, [s, columns], [t], [argmax, an int32]
+    # sizes
+    n_rows: tl.int64,  # N
+    n_parts,
+    # constants
+    HAS_SMOOTHING: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = rows < n_rows
+    m_ptr = gathered_ptr + rows
+    FIELDS: tl.constexpr = 3 + 2 * HAS_SMOOTHING + HAS_ENTROPY + HAS_ARGMAX
+    part_stride = n_rows * FIELDS
+    m, z_y = max_of_parts(m_ptr, m_ptr + 2 * n_rows, part_stride, n_parts, mask_n, BLOCK_N)
+    d, s, t, argmax = sums_of_parts(
+        m, m_ptr, n_rows, part_stride, n_parts, mask_n, HAS_SMOOTHING, HAS_ENTROPY, HAS_ARGMAX, False, BLOCK_N
+    )
+    columns = tl.zeros([BLOCK_N], dtype=tl.float32)
+    if HAS_SMOOTHING:
+        columns_ptr = m_ptr + 4 * n_rows
+        for _ in range(n_parts):
+            columns += tl.load(columns_ptr, mask=mask_n, other=0.0)
+            columns_ptr += part_stride
+    store_statistics(
+        stats_ptr + rows, n_rows, m, d, z_y, s, columns, t, argmax, HAS_SMOOTHING, HAS_ENTROPY, HAS_ARGMAX, mask_n
+    )

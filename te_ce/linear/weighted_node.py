@@ -1,0 +1,85 @@
+"""The autograd node of the linear loss of tokens with known weights: its gradients are made in forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_ce.autograd_outputs import FOR_LOGGING
+from te_ce.counters import count_loss
+from te_ce.linear.call import LinearCall
+from te_ce.linear.nodes import whole_batch
+from te_ce.linear.products import sum_dtype
+from te_ce.linear.token_walk import loss_and_gradients
+from te_ce.linear.vocabulary_walk import Needed
+from te_ce.second_derivative import forbid_second_derivative
+
+
+class WeightedLinearCrossEntropy(torch.autograd.Function):
+    """The scalar sum(w L) or sum(w L) / rows not ignored, and the gradients of hidden, weight and bias.
+
+    Per rank: as `te_ce.linear.nodes.LinearCrossEntropy`, and w [..] -> a scalar and `call.problem.outputs` [N].
+
+    Forward makes loss and gradients, each chunk of the logits once. Backward multiplies them by its scalar.
+
+    Saved for backward: the gradients in float32 (of hidden this rank's part with sequence parallelism).
+    Collectives: forward gathers the hidden states with sequence parallelism, then the statistics of every chunk of
+    tokens, and sums the gradient of hidden over the ranks. Backward has none.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        row_scale: Tensor | None,
+        token_weights: Tensor,
+        call: LinearCall,
+        is_differentiable: bool,
+    ) -> tuple[Tensor, ...]:
+        needed = Needed(*(is_differentiable and each for each in ctx.needs_input_grad[:3]))
+        flat_weights = token_weights.reshape(-1).to(sum_dtype(hidden.dtype))
+        with torch.autocast(hidden.device.type, enabled=False):
+            batch = whole_batch(hidden, weight, bias, target, row_scale, call)
+            loss, outputs, sums = loss_and_gradients(batch, flat_weights, call, needed)
+        count_loss(call.backend.name)
+        is_counted = batch.target.long() != call.problem.ignore_index
+        # An ignored row adds nothing, whatever its weight.
+        total = torch.where(is_counted, flat_weights * loss, 0.0).sum()
+        divisor = is_counted.sum().clamp(min=1).to(total.dtype) if call.reduction == "mean" else torch.ones_like(total)
+        names = call.problem.outputs
+        ctx.mark_non_differentiable(*(each for name, each in zip(names, outputs, strict=True) if name in FOR_LOGGING))
+        if is_differentiable:
+            ctx.save_for_backward(hidden, weight, bias, divisor, *sums)
+            ctx.set_materialize_grads(False)
+        return total / divisor, *outputs
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        if any(grad is not None for grad in grad_outputs):
+            raise RuntimeError(
+                "an output of the linear loss with token_weights was differentiated: expected a gradient of the loss "
+                "alone, from which the gradients were made in forward; call without token_weights"
+            )
+        if grad_loss is None:
+            return (None,) * 8
+        hidden, weight, bias, divisor, *sums = ctx.saved_tensors
+        with torch.no_grad():
+            factor = grad_loss / divisor
+            results = [_scaled(total, factor, of) for total, of in zip(sums, (hidden, weight, bias), strict=True)]
+        if torch.is_grad_enabled():  # create_graph=True
+            results = [
+                None if each is None else forbid_second_derivative(each, hidden, weight, grad_loss) for each in results
+            ]
+        return (*results, None, None, None, None, None)
+
+
+def _scaled(total: Tensor | None, factor: Tensor, of: Tensor | None) -> Tensor | None:
+    """A new tensor of the dtype and shape of `of`, rounded once."""
+    if total is None or of is None:
+        return None
+    return torch.mul(total, factor, out=torch.empty(total.shape, dtype=of.dtype, device=of.device)).view(of.shape)
