@@ -20,7 +20,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -32,53 +32,93 @@ class Origin:
 
     Args:
         layer: the output layer.
-        compute: runs the layer's own forward on the same arguments; its logits [s, b, V / TP].
+        compute: runs the layer's own forward on `hidden`, or a tensor like it, and the other arguments that it had;
+            gives its logits [s, b, V / TP].
         hidden: [s, b, H], or this rank's [s / TP, b, H] under sequence parallelism: the layer's input, with its graph.
         weight: [V / TP, H], the one that the layer was called with.
         bias: [V / TP] or None.
         shape: of the logits.
-        scale: number that the layer's output was multiplied by since.
         siblings: where to enter it, so that somebody can find the logits still held; weak.
+        factors: numbers that the layer's output was multiplied by since, one after the other.
     """
 
     def __init__(
         self,
         layer: Any,
-        compute: Callable[[], Tensor],
+        compute: Callable[[Tensor], Tensor],
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         shape: tuple[int, ...],
         siblings: weakref.WeakSet[Origin],
-        scale: float = 1.0,
+        factors: tuple[float, ...] = (),
     ):
-        self.layer, self.hidden, self.weight, self.bias = layer, hidden, weight, bias
-        self.shape, self.scale = shape, scale
+        self.layer, self.hidden, self.weight, self.bias, self.shape = layer, hidden, weight, bias, shape
+        self.scale = math.prod(factors)
         self.made: Tensor | None = None
-        self._compute, self._siblings = compute, siblings
+        self._compute, self._siblings, self._factors = compute, siblings, factors
         self._with_grad = torch.is_grad_enabled()
+        self._made_by: object = None
+        self._versions = self._read_versions()
         siblings.add(self)
 
     def logits(self) -> Tensor:
         """The ordinary logits, in every call the same tensor, with a graph if there was one to be had at the layer."""
         if self.made is None:
+            self.check_unchanged()
             # A metric may ask first, without gradients, and the loss, with them, later.
             with _recorded(), torch.set_grad_enabled(self._with_grad):
-                self.made = self._compute()
+                self.made = self._logits_of(self.hidden)
+            self._made_by = self.made.grad_fn
         return self.made
+
+    def gradients(self, grad: Tensor, needed: tuple[bool, bool, bool]) -> list[Tensor | None]:
+        """Those of hidden, weight and bias where `needed`, from that of the logits, by the layer's own backward.
+
+        With its communication and its accumulation into main_grad; on a graph of its own, since that of the logits,
+        if they were made, may be part of the same backward, which frees it. Unless they were changed in place: that is
+        in their graph only.
+        """
+        with torch.enable_grad():
+            hidden = self.hidden
+            if self.made is not None and self.made.grad_fn is not self._made_by:
+                logits = self.made
+            else:
+                self.check_unchanged()
+                hidden = hidden.detach().requires_grad_(needed[0])
+                logits = self._logits_of(hidden)
+        tensors = (hidden, self.weight, self.bias)
+        inputs = [tensor for tensor, wanted in zip(tensors, needed, strict=True) if wanted and tensor is not None]
+        found = iter(torch.autograd.grad(logits, inputs, grad, retain_graph=True, allow_unused=True))
+        return [next(found) if wanted else None for wanted in needed]
+
+    def check_unchanged(self) -> None:
+        """That hidden states and weight are still what the layer was called with.
+
+        Raises:
+            RuntimeError: one of them was changed in place since; the logits would not be those that were asked for.
+        """
+        if self._read_versions() != self._versions:
+            raise RuntimeError(
+                "the output layer's input, weight or bias was changed in place after the layer was called, whose "
+                'logits te_ce_linear has deferred; set cross_entropy_fusion_impl="te_ce"'
+            )
+
+    def _read_versions(self) -> list[int]:
+        tensors = [tensor for tensor in (self.hidden, self.weight, self.bias) if tensor is not None]
+        return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+    def _logits_of(self, hidden: Tensor) -> Tensor:
+        with _unseen_by_checkpoints():
+            logits = self._compute(hidden)
+            for factor in self._factors:
+                logits = logits * factor
+        return logits
 
     def times(self, factor: float) -> Origin:
         """These logits times a number."""
-        return Origin(
-            self.layer,
-            lambda: self.logits() * factor,
-            self.hidden,
-            self.weight,
-            self.bias,
-            self.shape,
-            self._siblings,
-            self.scale * factor,
-        )
+        tensors = self.hidden, self.weight, self.bias
+        return Origin(self.layer, self._compute, *tensors, self.shape, self._siblings, (*self._factors, factor))
 
     def defer(self) -> DeferredLogits:
         """The object."""
@@ -98,7 +138,7 @@ class DeferredLogits(Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _ANSWERED_BY_SHAPE and untouched(args[0]):
+        if func == _CLEARED_BY_AUTOGRAD or (func in _ANSWERED_BY_SHAPE and untouched(args[0])):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _PRODUCTS and (product := _product(*args, **kwargs)) is not None:
@@ -107,7 +147,7 @@ class DeferredLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, kwargs = tree_map_only(DeferredLogits, lambda logits: plain(logits).detach(), (args, kwargs or {}))
@@ -133,7 +173,7 @@ def plain(logits: Tensor) -> Tensor:
     return logits.origin.logits()
 
 
-def untouched(logits: object) -> bool:
+def untouched(logits: object) -> TypeGuard[DeferredLogits]:
     """Whether this is a deferred object that nobody has looked into."""
     return isinstance(logits, DeferredLogits) and logits.origin.made is None and _grad_fn(logits) is logits.node
 
@@ -144,7 +184,7 @@ class _Deferral(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, origin: Origin, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
         ctx.origin = origin
-        logits: DeferredLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        logits: DeferredLogits = Tensor._make_wrapper_subclass(
             DeferredLogits, origin.shape, dtype=hidden.dtype, device=hidden.device
         )
         logits.origin = origin
@@ -152,17 +192,7 @@ class _Deferral(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        origin = ctx.origin
-        inputs = (origin.hidden, origin.weight, origin.bias)
-        wanted = [place for place, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
-        # The layer's own backward, with its communication and its accumulation into main_grad.
-        found = torch.autograd.grad(
-            origin.logits(), [inputs[place] for place in wanted], grads[0], retain_graph=True, allow_unused=True
-        )
-        result: list[Tensor | None] = [None] * 4
-        for place, grad in zip(wanted, found, strict=True):
-            result[1 + place] = grad
-        return tuple(result)
+        return None, *ctx.origin.gradients(grads[0], ctx.needs_input_grad[1:])
 
 
 def _product(*args: Any, **kwargs: Any) -> DeferredLogits | None:
@@ -174,7 +204,8 @@ def _product(*args: Any, **kwargs: Any) -> DeferredLogits | None:
         return None
     if factor == 0 or not math.isfinite(factor):  # nothing that a scale of the loss can be
         return None
-    return logits.origin.times(float(factor)).defer()
+    origin: Origin = logits.origin
+    return origin.times(float(factor)).defer()
 
 
 def _grad_fn(logits: Tensor) -> object:
@@ -190,10 +221,22 @@ def _recorded() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _unseen_by_checkpoints() -> Iterator[None]:
+    """Within: tensors are saved as they are. A checkpoint counts them, and will find the logits made already."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        yield
+
+
 _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 for _key in ("AutogradFunctionality", "AutogradCPU", "AutogradCUDA", "AutogradOther"):
     _AUTOGRAD = _AUTOGRAD | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key))
 
+# By C++, of a tensor that a function declares to have changed.
+_CLEARED_BY_AUTOGRAD = Tensor._backward_hooks.__set__  # type: ignore[union-attr]
 _PRODUCTS = {torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__}
 _ANSWERED_BY_SHAPE = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -25,7 +25,8 @@ from megatron_patch.model import ignore_negative
 from megatron_patch.output_layer import layer_group
 from megatron_patch.scope import current_scope, output_layers
 from te_ce import LossOptions
-from te_ce.linear_loss import linear_cross_entropy, linear_cross_entropy_into
+from te_ce.linear.call import LinearTensors
+from te_ce.linear_loss import LinearArguments, linear_cross_entropy_into
 
 FUSED, ON_LOGITS = "fused", "on logits"
 
@@ -42,27 +43,21 @@ def linear_loss(labels: Tensor, logits: DeferredLogits, application: Application
         [b, s] float32, contiguous.
 
     Raises:
-        ValueError, IndexError: te_ce's own.
+        ValueError, IndexError: te_ce's own. RuntimeError: the layer's input or weight was changed in place since.
 
     Collectives: those of the fused loss, over the output layer's tensor-parallel group, in forward and backward.
     """
     origin = logits.origin
+    origin.check_unchanged()
     options = times(application.options, origin.scale)
     target = ignore_negative(labels.transpose(0, 1), options)
     weight, layer = origin.weight, origin.layer
-    function = linear_cross_entropy
+    gradient = None
     if layer.gradient_accumulation_fusion and weight.requires_grad:
         gradient = functools.partial(MainGradient, weight, getattr(weight, "main_grad", None))
-        function = functools.partial(linear_cross_entropy_into, gradient)
-    loss: Tensor = function(
-        origin.hidden,
-        weight,
-        target,
-        bias=origin.bias,
-        group=layer_group(layer),
-        sequence_parallel=layer.sequence_parallel,
-        options=options,
-    )
+    tensors = LinearTensors(origin.hidden, weight, origin.bias, target, None, None)
+    arguments = LinearArguments(layer_group(layer), options, sequence_parallel=layer.sequence_parallel)
+    loss = cast(Tensor, linear_cross_entropy_into(gradient, tensors, arguments, {}))
     application.heads[FUSED] += 1
     _say(FUSED, "the loss is fused with the output layer, whose logits are not computed", application)
     return loss.transpose(0, 1).contiguous()
@@ -107,8 +102,11 @@ def _reason(model: Any, logits: Tensor) -> str:
         return "the logits were not made in a forward of the model with labels"
     if scope.reason is not None:
         return scope.reason
-    kinds = " or ".join(sorted(type(layer).__qualname__ for layer in output_layers(model))) or "missing"
-    return f"the logits do not come from the model's output layer as they are; that is: {kinds}"
+    kinds = [
+        f"a {type(layer).__qualname__}" + (" with a forward of its own" if "forward" in vars(layer) else "")
+        for layer in output_layers(model)
+    ]
+    return f"they do not come straight from Megatron's output layer; the model's is {' or '.join(kinds) or 'missing'}"
 
 
 def _say(key: str, message: str, application: Application) -> None:

@@ -40,12 +40,20 @@ def make_forward(original: Callable[..., Any], layer_class: type, application: A
         weight = self.weight if weight is None else weight
         if weight is None or tuple(weight.shape) != (self.output_size_per_partition, self.input_size):
             return original(self, *args, **kwargs)  # Megatron raises
-        scope.reason = _objection(self, layer_class, hidden, weight, given.get("runtime_gather_output"), scope)
+        scope.reason = "reproducible_tp is for the loss on logits" if application.options.reproducible_tp else None
+        scope.reason = scope.reason or _of_call(self, given.get("runtime_gather_output"), scope)
+        scope.reason = scope.reason or _of_code(self, layer_class) or _of_settings(self)
+        scope.reason = scope.reason or _of_tensors(self, hidden, weight)
         if scope.reason is not None:
             return original(self, *args, **kwargs)
         rows = hidden.shape[0] * (ranks(self) if self.sequence_parallel else 1)
         shape = (rows, *hidden.shape[1:-1], weight.shape[0])
-        compute = functools.partial(_logits, original, self, args, kwargs)
+        others = {name: value for name, value in given.items() if name not in ("self", "input_")}
+
+        def compute(hidden: Tensor) -> Tensor:
+            logits: Tensor = original(self, hidden, **others)[0]
+            return logits
+
         return Origin(self, compute, hidden, weight, self.bias, shape, scope.origins).defer(), None
 
     return forward
@@ -63,21 +71,17 @@ def ranks(layer: Any) -> int:
     return 1 if group is None else group.size()
 
 
-def _logits(original: Callable[..., Any], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    logits: Tensor = original(layer, *args, **kwargs)[0]
-    return logits
+# Why the fused loss cannot stand for a call of the layer; None: nothing of that kind.
 
 
-def _objection(
-    layer: Any, layer_class: type, hidden: Tensor, weight: Tensor, runtime_gather: bool | None, scope: Scope
-) -> str | None:
-    """Why the fused loss cannot stand for this call of the layer; None if it can."""
+def _of_call(layer: Any, runtime_gather: bool | None, scope: Scope) -> str | None:
+    """What surrounds the call."""
     gathers = layer.gather_output if runtime_gather is None else runtime_gather
     if gathers and ranks(layer) > 1:
         return "the output layer gathers its logits"
     if scope.is_checkpointed():
         return "the output layer runs inside an activation checkpoint of its own"
-    return _of_code(layer, layer_class) or _of_settings(layer) or _of_tensors(layer, hidden, weight)
+    return None
 
 
 def _of_code(layer: Any, layer_class: type) -> str | None:

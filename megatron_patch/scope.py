@@ -27,7 +27,7 @@ _LABELS = ("labels", "lm_labels")
 
 def _surroundings() -> tuple[bool, object]:
     """What a checkpoint changes around the code that it will run again in backward, where there is no scope."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return torch.is_grad_enabled(), hooks
 
 
@@ -67,7 +67,7 @@ def output_layers(model: Any) -> list[Any]:
     return [layer for owner in owners if (layer := getattr(owner, "output_layer", None)) is not None]
 
 
-def make_call(holder: type, original: object, application: Application) -> Callable[..., Any]:
+def make_call(holder: Any, original: object, application: Application) -> Callable[..., Any]:
     """`LanguageModule.__call__`, which the class inherits: the inherited one, within a scope where there are labels.
 
     Args:
@@ -77,7 +77,7 @@ def make_call(holder: type, original: object, application: Application) -> Calla
     """
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inherited = super(holder, self).__call__  # type: ignore[misc]
+        inherited = super(holder, self).__call__
         call = functools.partial(original, self) if callable(original) else inherited
         if not application.active or not asks_for_linear(getattr(self, "config", None)):
             return call(*args, **kwargs)
