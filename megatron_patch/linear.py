@@ -103,7 +103,7 @@ def _reason(model: Any, logits: Tensor) -> str:
     if scope.reason is not None:
         return scope.reason
     kinds = [
-        f"a {type(layer).__qualname__}" + (" with a forward of its own" if "forward" in vars(layer) else "")
+        type(layer).__qualname__ + (" with a forward of its own" if "forward" in vars(layer) else "")
         for layer in output_layers(model)
     ]
     return f"they do not come straight from Megatron's output layer; the model's is {' or '.join(kinds) or 'missing'}"

@@ -115,9 +115,9 @@ def own_dtype(model):
 
 
 REASONS = {
-    adapt: "the model's is a Adapter",
+    adapt: "the model's is Adapter",
     change_class: "the output layer is a Changed, not a plain ColumnParallelLinear",
-    own_forward: "a ColumnParallelLinear with a forward of its own",
+    own_forward: "ColumnParallelLinear with a forward of its own",
     forward_hook: "the output layer has hooks",
     backward_hook: "the output layer has hooks",
     backward_pre_hook: "the output layer has hooks",
