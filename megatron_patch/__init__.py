@@ -17,6 +17,7 @@ Importing this package imports no Megatron and changes nothing. Imports go one w
     wiring.py               LanguageModule's loss method, served by te_ce
     linear.py               the same for "te_ce_linear": the loss fused with the output layer
     deferred.py             the logits that this layer hands on instead: computed when somebody looks
+    maxima.py               their largest of each row, for metrics, without the rest
     scope.py                when it may do so: in a forward with labels
     output_layer.py         and whether: nothing about the layer that the fused loss does not reproduce
     main_grad.py            the weight's gradient, accumulated into main_grad

@@ -3,7 +3,8 @@
 The loss takes the layer's input and weight from the object and never makes the logits. Whatever else touches it gets
 the ordinary logits: the layer's own forward runs then, once, with its graph, and this tensor is what every function
 of torch works on from there, in-place ones, hooks and `.data_ptr()` included. Only what follows from the shape
-(`.shape`, `.dtype`, `len()` and the like), and the product with a number, are answered without.
+(`.shape`, `.dtype`, `len()` and the like), the product with a number, and the largest of each row, without its
+gradient, are answered without.
 
 The object is a tensor without storage, made by an autograd node. A plain object that offers `__torch_function__`
 would do for functions of torch, but code that hands it to an `autograd.Function`, as Megatron's own losses do, would
@@ -25,6 +26,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+
+from megatron_patch.maxima import row_maxima
 
 
 class Origin:
@@ -68,7 +71,7 @@ class Origin:
             self.check_unchanged()
             # A metric may ask first, without gradients, and the loss, with them, later.
             with _recorded(), torch.set_grad_enabled(self._with_grad):
-                self.made = self._logits_of(self.hidden)
+                self.made = self.logits_of(self.hidden)
             self._made_by = self.made.grad_fn
         return self.made
 
@@ -86,7 +89,7 @@ class Origin:
             else:
                 self.check_unchanged()
                 hidden = hidden.detach().requires_grad_(needed[0])
-                logits = self._logits_of(hidden)
+                logits = self.logits_of(hidden)
         tensors = (hidden, self.weight, self.bias)
         inputs = [tensor for tensor, wanted in zip(tensors, needed, strict=True) if wanted and tensor is not None]
         found = iter(torch.autograd.grad(logits, inputs, grad, retain_graph=True, allow_unused=True))
@@ -108,7 +111,8 @@ class Origin:
         tensors = [tensor for tensor in (self.hidden, self.weight, self.bias) if tensor is not None]
         return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
-    def _logits_of(self, hidden: Tensor) -> Tensor:
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """What the layer, and the factors since, make of `hidden`: a tensor in its place, of any number of rows."""
         with _unseen_by_checkpoints():
             logits = self._compute(hidden)
             for factor in self._factors:
@@ -143,6 +147,8 @@ class DeferredLogits(Tensor):
                 return func(*args, **kwargs)
         if func in _PRODUCTS and (product := _product(*args, **kwargs)) is not None:
             return product
+        if func in _MAXIMA and (maxima := _maxima(func, *args, **kwargs)) is not None:
+            return maxima
         args, kwargs = tree_map_only(DeferredLogits, plain, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -208,6 +214,19 @@ def _product(*args: Any, **kwargs: Any) -> DeferredLogits | None:
     return origin.times(float(factor)).defer()
 
 
+def _maxima(func: Any, logits: object, dim: object = None, keepdim: bool = False, **others: Any) -> Any:
+    """Largest logit of each row, or its index, where no gradient is asked for; None: something else was asked for."""
+    if keepdim or others or not isinstance(dim, int) or not untouched(logits):
+        return None
+    if dim not in (-1, logits.ndim - 1) or logits.numel() == 0:
+        return None
+    if func in (torch.argmax, Tensor.argmax):
+        return row_maxima(logits.origin)[1]
+    if logits.requires_grad and torch.is_grad_enabled():
+        return None
+    return torch.return_types.max(row_maxima(logits.origin))
+
+
 def _grad_fn(logits: Tensor) -> object:
     with torch._C.DisableTorchFunctionSubclass():
         return logits.grad_fn
@@ -237,6 +256,7 @@ for _key in ("AutogradFunctionality", "AutogradCPU", "AutogradCUDA", "AutogradOt
 
 # By C++, of a tensor that a function declares to have changed.
 _CLEARED_BY_AUTOGRAD = Tensor._backward_hooks.__set__  # type: ignore[union-attr]
+_MAXIMA = {torch.max, Tensor.max, torch.argmax, Tensor.argmax}
 _PRODUCTS = {torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__}
 _ANSWERED_BY_SHAPE = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")),

@@ -80,7 +80,7 @@ def _of_call(layer: Any, runtime_gather: bool | None, scope: Scope) -> str | Non
     if gathers and ranks(layer) > 1:
         return "the output layer gathers its logits"
     if scope.is_checkpointed():
-        return "the output layer runs inside an activation checkpoint of its own"
+        return "the output layer runs inside an activation checkpoint, or without gradients, unlike the model"
     return None
 
 

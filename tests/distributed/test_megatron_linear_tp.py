@@ -17,6 +17,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
 
 import megatron_gpt as gpt
+from fused_head import ask, broken_linear_losses, check_grads, fused_accumulation, heads, main_grads
 from megatron.core import parallel_state
 
 import megatron_patch
@@ -59,23 +60,6 @@ def batch_for(group, b=2, s=12, negative=()):
     return gpt.make_batch(b, s, negative, seed=dist.get_global_rank(group, 0))
 
 
-def ask(model):
-    model.config.cross_entropy_loss_fusion = True
-    model.config.cross_entropy_fusion_impl = "te_ce_linear"
-    return model
-
-
-def heads():
-    return megatron_patch.status().heads
-
-
-def check_grads(grads, expected):
-    """Equal to float32 rounding: 2e-6 of the largest entry of each parameter's gradient."""
-    assert grads.keys() == expected.keys()
-    for name, grad in grads.items():
-        torch.testing.assert_close(grad, expected[name], rtol=0, atol=2e-6 * float(expected[name].abs().max()))
-
-
 def check_model(model, batch, reduce, group):
     """Fused: the dense loss, the same bits on every rank, and the parameter gradients of Megatron's unfused loss."""
     _, expected = gpt.loss_and_grads(model, batch, reduce)
@@ -96,9 +80,9 @@ def test_fused(group, sequence_parallel, tied, b, negative):
     check_model(model, batch_for(group, b, negative=negative), gpt.masked_sum, group)
 
 
-@pytest.mark.parametrize("fault", gpt.broken_linear_losses(None, ranks=WORLD))
+@pytest.mark.parametrize("fault", broken_linear_losses(None, ranks=WORLD))
 def test_the_checks_reject_wrong_losses(group, monkeypatch, fault):
-    broken = gpt.broken_linear_losses(linear.linear_cross_entropy_into, ranks=WORLD)[fault]
+    broken = broken_linear_losses(linear.linear_cross_entropy_into, ranks=WORLD)[fault]
     monkeypatch.setattr(linear, "linear_cross_entropy_into", broken)
     megatron_patch.apply()
     model, batch = gpt.make_model(group.size()), batch_for(group)
@@ -132,9 +116,9 @@ def test_main_grad(group, sequence_parallel, tied):
     megatron_patch.apply(strict=True)
     model = gpt.make_model(group.size(), tied=tied, sequence_parallel=sequence_parallel)
     batches = [batch_for(group), batch_for(group, negative=(-100,))]
-    with gpt.fused_accumulation(model):
-        expected = gpt.main_grads(model, batches, gpt.masked_sum)
-        found = gpt.main_grads(ask(model), batches, gpt.masked_sum)
+    with fused_accumulation(model):
+        expected = main_grads(model, batches, gpt.masked_sum)
+        found = main_grads(ask(model), batches, gpt.masked_sum)
     assert heads() == {"fused": 2}
     check_grads(found, expected)
 
@@ -146,6 +130,25 @@ def test_options_reach_every_rank(group, sequence_parallel):
     loss, _ = gpt.loss_and_grads(model, batch, gpt.mean)
     logits = gpt.gather(gpt.forward(model, batch, None).detach(), group, dim=-1)
     torch.testing.assert_close(loss.double(), gpt.dense_cross_entropy(logits, batch.labels, 0.2), rtol=0, atol=1e-5)
+
+
+def test_maxima(group, sequence_parallel, monkeypatch):
+    """Part by part, every part gathered from all ranks."""
+    monkeypatch.setattr("megatron_patch.maxima.ELEMENTS", 6 * gpt.VOCAB)
+    megatron_patch.apply()
+    model, batch = ask(gpt.make_model(group.size(), sequence_parallel=sequence_parallel)), batch_for(group)
+    expected, found = gpt.forward(model, batch, None).max(dim=-1), []
+
+    def loss_method(labels, logits):
+        with torch.no_grad():
+            found.extend(logits.max(dim=-1))
+        return type(model).compute_language_model_loss(model, labels, logits)
+
+    model.compute_language_model_loss = loss_method
+    gpt.forward(model, batch, batch.labels)
+    assert heads() == {"fused": 1}
+    torch.testing.assert_close(found[0].t(), expected.values)
+    assert torch.equal(found[1].t(), expected.indices)
 
 
 @pytest.mark.parametrize("use", ["function", "autograd function", "before the loss", "scaled"])

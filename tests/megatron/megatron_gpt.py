@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import types
 import warnings
 from typing import Any
 
@@ -24,7 +23,7 @@ with warnings.catch_warnings():  # Megatron's imports: deprecations in torch, mi
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel import layers, random
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     try:
@@ -93,6 +92,8 @@ def make_config(tp: int = 1, **fields: Any):
         "persist_layer_norm": False,
         "pipeline_dtype": torch.float32,
     }
+    if "mtp_num_layers" in fields:
+        values["mtp_loss_scaling_factor"] = 0.1  # old releases have no default
     values.update(fields)
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     late = {name: values.pop(name) for name in list(values) if name not in known}
@@ -190,36 +191,6 @@ def loss_and_grads(model: Any, batch: Batch, reduce, **arguments: Any) -> tuple[
     return loss.detach(), grads
 
 
-@contextlib.contextmanager
-def fused_accumulation(model: Any):
-    """Within: the output layer adds its weight's gradient to `main_grad` itself, by a stand-in for Apex's extension."""
-
-    def accumulate(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-        main_grad.add_(grad_output.t().to(main_grad.dtype) @ total_input.to(main_grad.dtype))
-
-    extension = types.SimpleNamespace(wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate)
-    with without_cuda(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers, "fused_weight_gradient_mlp_cuda", extension, raising=False)
-        patch.setattr(model.output_layer, "gradient_accumulation_fusion", True)
-        yield
-
-
-def main_grads(model: Any, batches: list[Batch], reduce, dtype=torch.float32, **arguments: Any) -> dict[str, Tensor]:
-    """`main_grad` of every parameter after forward and backward of all batches, as Megatron's DDP fills it."""
-    for parameter in model.parameters():
-        parameter.main_grad = torch.zeros_like(parameter, dtype=dtype)
-        parameter.grad, parameter.grad_added_to_main_grad = None, False
-    for batch in batches:
-        reduce(forward(model, batch, batch.labels, **arguments), batch.mask).backward()
-        for parameter in model.parameters():
-            # Its hook wants some gradient to be there (overlap_grad_reduce).
-            assert parameter.grad is not None or not parameter.requires_grad
-            if not parameter.grad_added_to_main_grad or getattr(parameter, "zero_out_wgrad", False):
-                parameter.main_grad.add_(0.0 if parameter.grad is None else parameter.grad)
-            parameter.grad = None
-    return {name: parameter.main_grad for name, parameter in model.named_parameters()}
-
-
 def dense_loss(model: Any, batch: Batch, group: Any = None) -> Tensor:
     """The loss in float64 from the shards put together; 0 where the label is negative."""
     with torch.no_grad():
@@ -284,27 +255,3 @@ def broken_losses(real) -> dict[str, Any]:
         return loss.t().contiguous().view(loss.shape)
 
     return {f.__name__: functools.wraps(real)(f) for f in (shifted, zeroed, doubled, transposed)}
-
-
-def broken_linear_losses(real, ranks: int = 1) -> dict[str, Any]:
-    """te_ce's fused linear loss, each with one fault, by name."""
-
-    def shifted(gradient, tensors, arguments, options):
-        target = tensors.target
-        target = torch.where(target >= 0, (target + 1) % VOCAB, target)
-        return real(gradient, tensors._replace(target=target), arguments, options)
-
-    def without_weight_gradient(gradient, tensors, arguments, options):
-        return real(gradient, tensors._replace(weight=tensors.weight.detach()), arguments, options)
-
-    def without_hidden_gradient(gradient, tensors, arguments, options):
-        return real(gradient, tensors._replace(hidden=tensors.hidden.detach()), arguments, options)
-
-    def doubled(gradient, tensors, arguments, options):
-        return 2 * real(gradient, tensors, arguments, options)
-
-    def one_rank(gradient, tensors, arguments, options):
-        return real(gradient, tensors, arguments._replace(group=None), options)
-
-    faults = (shifted, without_weight_gradient, without_hidden_gradient, doubled)
-    return {f.__name__: f for f in (*faults, *((one_rank,) if ranks > 1 else ()))}

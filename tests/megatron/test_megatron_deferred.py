@@ -109,7 +109,7 @@ def in_place(x):
 
 def without_grad_first(x):
     with torch.no_grad():
-        x.max(dim=-1)
+        x.sum()
     return x.tanh()
 
 
@@ -205,6 +205,45 @@ def test_questions_of_shape_do_not_make_the_logits(question):
     case.logits.sum()
     assert not untouched(case.logits)
     assert question(case.logits) == question(case.compute())
+
+
+MAXIMA = {
+    "max": lambda x: x.max(dim=-1),
+    "max of position": lambda x: torch.max(x, 2),
+    "argmax": lambda x: (x.argmax(-1),),
+    "torch.argmax": lambda x: (torch.argmax(x, dim=2),),
+}
+
+
+@pytest.mark.parametrize("maximum", MAXIMA.values(), ids=MAXIMA)
+@pytest.mark.parametrize("elements", [2 * B * V, 2**25], ids=["in parts", "at once"])
+def test_maxima_do_not_make_the_logits(maximum, elements, monkeypatch):
+    """Of scaled logits too; part by part, never more than so many elements at once."""
+    monkeypatch.setattr("megatron_patch.maxima.ELEMENTS", elements)
+    case = Case(bias=True)
+    for logits, factor in ((case.logits, 1.0), (case.logits * -2.0, -2.0)):
+        with torch.no_grad():
+            found, expected = maximum(logits), maximum(case.compute() * factor)
+        assert type(found) is type(expected)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert untouched(logits)
+
+
+def test_maxima_that_are_something_else():
+    case = Case()
+    assert case.logits.max(dim=-1).values.requires_grad  # a gradient is wanted
+    assert not untouched(case.logits)
+    for other in (
+        lambda x: x.max(),
+        lambda x: x.max(dim=1).values,
+        lambda x: x.argmax(),
+        lambda x: x.argmax(-1, keepdim=True),
+        lambda x: torch.max(x, torch.zeros(V)),
+        lambda x: torch.max(x, dim=-1, keepdim=True).indices,
+    ):
+        with torch.no_grad():
+            torch.testing.assert_close(other(Case().logits), other(case.compute()))
 
 
 def test_times_a_number_stays_deferred():

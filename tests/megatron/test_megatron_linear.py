@@ -10,6 +10,7 @@ import weakref
 import megatron_gpt as gpt
 import pytest
 import torch
+from fused_head import ask, broken_linear_losses, check_grads, heads
 from torch import Tensor
 
 import megatron_patch
@@ -25,29 +26,7 @@ HAS_MUP = "use_mup" in FIELDS
 HAS_PROCESSOR = "output_processor" in inspect.signature(gpt.GPTModel.forward).parameters
 
 
-def heads():
-    return megatron_patch.status().heads
-
-
-@pytest.fixture
-def linear_asking(asking):
-    """A function that makes an already built model's configuration ask for the fused linear loss."""
-
-    def ask(model):
-        asking(model).config.cross_entropy_fusion_impl = "te_ce_linear"
-        return model
-
-    return ask
-
-
-def check_grads(grads, expected):
-    """Equal to float32 rounding: 2e-6 of the largest entry of each parameter's gradient."""
-    assert grads.keys() == expected.keys()
-    for name, grad in grads.items():
-        torch.testing.assert_close(grad, expected[name], rtol=0, atol=2e-6 * float(expected[name].abs().max()))
-
-
-def check_against_megatron(model, batch, reduce, ask):
+def check_against_megatron(model, batch, reduce):
     """Fused: the dense float64 loss to 1e-5, and the parameter gradients of Megatron's unfused loss on logits."""
     _, expected = gpt.loss_and_grads(model, batch, reduce)
     dense = gpt.dense_loss(model, batch)
@@ -71,33 +50,33 @@ BATCHES = {
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("b", "s", "negative"), BATCHES.values(), ids=BATCHES)
-def test_fused(linear_asking, b, s, negative, tied):
+def test_fused(b, s, negative, tied):
     megatron_patch.apply(strict=True)
     model, batch = gpt.make_model(tied=tied), gpt.make_batch(b, s, negative)
     labels = batch.labels.clone()
-    check_against_megatron(model, batch, gpt.masked_sum, linear_asking)
+    check_against_megatron(model, batch, gpt.masked_sum)
     assert torch.equal(batch.labels, labels)
 
 
-def test_mean(linear_asking):  # its gradient arrives at the loss expanded
+def test_mean():  # its gradient arrives at the loss expanded
     megatron_patch.apply()
-    check_against_megatron(gpt.make_model(), gpt.make_batch(2, 8), gpt.mean, linear_asking)
+    check_against_megatron(gpt.make_model(), gpt.make_batch(2, 8), gpt.mean)
 
 
-@pytest.mark.parametrize("fault", gpt.broken_linear_losses(None))
-def test_the_checks_reject_wrong_losses(linear_asking, monkeypatch, fault):
+@pytest.mark.parametrize("fault", broken_linear_losses(None))
+def test_the_checks_reject_wrong_losses(monkeypatch, fault):
     real = linear.linear_cross_entropy_into
-    monkeypatch.setattr(linear, "linear_cross_entropy_into", gpt.broken_linear_losses(real)[fault])
+    monkeypatch.setattr(linear, "linear_cross_entropy_into", broken_linear_losses(real)[fault])
     megatron_patch.apply()
     with pytest.raises(AssertionError):
-        check_against_megatron(gpt.make_model(), gpt.make_batch(2, 8), gpt.masked_sum, linear_asking)
+        check_against_megatron(gpt.make_model(), gpt.make_batch(2, 8), gpt.masked_sum)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_which_parameter_is_trained(linear_asking, tied):
+def test_which_parameter_is_trained(tied):
     """Untied weights with values that differ: the output layer's own. Tied: the embedding's, on top of its own use."""
     megatron_patch.apply()
-    model, batch = linear_asking(gpt.make_model(tied=tied)), gpt.make_batch(2, 8)
+    model, batch = ask(gpt.make_model(tied=tied)), gpt.make_batch(2, 8)
     loss, grads = gpt.loss_and_grads(model, batch, gpt.mean)
     unused = sorted(set(range(gpt.VOCAB)) - set(batch.tokens.flatten().tolist()))
     embedding = grads["embedding.word_embeddings.weight"]
@@ -107,18 +86,18 @@ def test_which_parameter_is_trained(linear_asking, tied):
     torch.testing.assert_close(loss.double(), gpt.dense_loss(model, batch), rtol=0, atol=1e-5)
 
 
-def test_frozen_output_layer(linear_asking):
+def test_frozen_output_layer():
     megatron_patch.apply()
     model = gpt.make_model()
     model.output_layer.weight.requires_grad_(False)
-    check_against_megatron(model, gpt.make_batch(2, 8), gpt.masked_sum, linear_asking)
+    check_against_megatron(model, gpt.make_batch(2, 8), gpt.masked_sum)
     assert model.output_layer.weight.grad is None
 
 
-def test_logits_are_not_made(linear_asking, monkeypatch):
+def test_logits_are_not_made(monkeypatch):
     """Nobody calls the layer's own forward, and nobody holds the deferred object after the model's forward."""
     megatron_patch.apply()
-    model, batch, seen = linear_asking(gpt.make_model()), gpt.make_batch(2, 8), []
+    model, batch, seen = ask(gpt.make_model()), gpt.make_batch(2, 8), []
     real = linear.linear_loss
 
     def watch(labels, logits, application):
@@ -133,7 +112,7 @@ def test_logits_are_not_made(linear_asking, monkeypatch):
     loss.sum().backward()
 
 
-def test_two_micro_batches(linear_asking):
+def test_two_micro_batches():
     """The gradients add up, also where both forwards come before both backwards, as in a pipeline."""
     megatron_patch.apply()
     model, batches = gpt.make_model(tied=True), [gpt.make_batch(2, 8, seed=seed) for seed in (1, 2)]
@@ -141,7 +120,7 @@ def test_two_micro_batches(linear_asking):
     for batch in batches:
         for name, grad in gpt.loss_and_grads(model, batch, gpt.mean)[1].items():
             expected[name] = expected.get(name, 0) + grad
-    linear_asking(model).zero_grad(set_to_none=True)
+    ask(model).zero_grad(set_to_none=True)
     losses = [gpt.forward(model, batch, batch.labels).mean() for batch in batches]
     for loss in losses:
         loss.backward()
@@ -150,9 +129,9 @@ def test_two_micro_batches(linear_asking):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_with_labels(linear_asking, mode):
+def test_evaluation_with_labels(mode):
     megatron_patch.apply(strict=True)
-    model, batch = linear_asking(gpt.make_model()).eval(), gpt.make_batch(2, 8, (-100,))
+    model, batch = ask(gpt.make_model()).eval(), gpt.make_batch(2, 8, (-100,))
     with mode():
         loss = gpt.forward(model, batch, batch.labels)
     assert not loss.requires_grad
@@ -160,11 +139,11 @@ def test_evaluation_with_labels(linear_asking, mode):
     torch.testing.assert_close(loss.double(), gpt.dense_loss(model, batch), rtol=0, atol=1e-5)
 
 
-def test_without_labels_logits_are_ordinary(linear_asking):
+def test_without_labels_logits_are_ordinary():
     model, batch = gpt.make_model(), gpt.make_batch(2, 8)
     expected = gpt.forward(model, batch, None)
     megatron_patch.apply(strict=True)
-    logits = gpt.forward(linear_asking(model), batch, None)
+    logits = gpt.forward(ask(model), batch, None)
     assert type(logits) is Tensor
     assert torch.equal(logits, expected)
     assert heads() == {}
@@ -172,9 +151,9 @@ def test_without_labels_logits_are_ordinary(linear_asking):
     assert type(model.output_layer(hidden)[0]) is Tensor  # nor where a user calls the layer
 
 
-def test_labels_by_position(linear_asking):
+def test_labels_by_position():
     megatron_patch.apply(strict=True)
-    model, batch = linear_asking(gpt.make_model()), gpt.make_batch(2, 8)
+    model, batch = ask(gpt.make_model()), gpt.make_batch(2, 8)
     positions = torch.arange(8).expand(2, 8)
     loss = model(batch.tokens, positions, None, None, batch.labels)
     assert heads() == {"fused": 1}
@@ -182,8 +161,8 @@ def test_labels_by_position(linear_asking):
 
 
 @pytest.mark.parametrize("smoothing", ["uniform", "others"])
-def test_options_reach_the_loss(linear_asking, smoothing):
-    model, batch = linear_asking(gpt.make_model()), gpt.make_batch(2, 8, (-100,))
+def test_options_reach_the_loss(smoothing):
+    model, batch = ask(gpt.make_model()), gpt.make_batch(2, 8, (-100,))
     megatron_patch.apply(options=LossOptions(label_smoothing=0.2, smoothing=smoothing, ignore_index=-5))
     loss, _ = gpt.loss_and_grads(model, batch, gpt.mean)
     assert heads() == {"fused": 1}
@@ -203,13 +182,13 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("factor", [None, 0.25, -2.0])
-def test_scaled_logits(linear_asking, monkeypatch, options, factor):
+def test_scaled_logits(monkeypatch, options, factor):
     """With every option: as the loss on logits, also where the model scales them before."""
     batch = gpt.make_batch(2, 8, (-100,))
     batch.labels.clamp_(max=79)
     results = []
     for implementation in ("te_ce", "te_ce_linear"):
-        model = linear_asking(gpt.make_model())
+        model = ask(gpt.make_model())
         model.config.cross_entropy_fusion_impl = implementation
         if factor is not None:
             scale_logits(model, factor, monkeypatch)
@@ -232,10 +211,10 @@ def scale_logits(model, factor, monkeypatch):
     model.compute_language_model_loss = method
 
 
-def test_instance_override_calls_the_class(linear_asking):
+def test_instance_override_calls_the_class():
     """Distillation sets the method on the instance and calls `type(self).compute_language_model_loss`."""
     megatron_patch.apply(strict=True)
-    model, batch = linear_asking(gpt.make_model()), gpt.make_batch(2, 8)
+    model, batch = ask(gpt.make_model()), gpt.make_batch(2, 8)
     seen = []
 
     def override(self, labels, logits):
@@ -248,13 +227,13 @@ def test_instance_override_calls_the_class(linear_asking):
     torch.testing.assert_close(loss.double(), 2 * gpt.dense_loss(model, batch), rtol=0, atol=2e-5)
 
 
-def test_instance_override_with_a_loss_of_its_own(linear_asking):
+def test_instance_override_with_a_loss_of_its_own():
     """Anything else gets ordinary logits, and their gradient; with what a saver of logits returns, too."""
     megatron_patch.apply()
     model, batch = gpt.make_model(), gpt.make_batch(2, 8)
     model.compute_language_model_loss = lambda labels, logits: (logits.softmax(-1) ** 2).sum(-1).transpose(0, 1)
     expected = gpt.loss_and_grads(model, batch, gpt.mean)
-    loss, grads = gpt.loss_and_grads(linear_asking(model), batch, gpt.mean)
+    loss, grads = gpt.loss_and_grads(ask(model), batch, gpt.mean)
     assert torch.equal(loss, expected[0])
     check_grads(grads, expected[1])
     assert heads() == {}
@@ -264,10 +243,10 @@ def test_instance_override_with_a_loss_of_its_own(linear_asking):
     assert all((grad == 0).all() for grad in grads.values())
 
 
-def test_logits_that_outlive_the_forward(linear_asking):
+def test_logits_that_outlive_the_forward():
     """They are those of the weight of the forward, whatever an optimizer does to it since, storage or not."""
     megatron_patch.apply()
-    model, batch, kept = linear_asking(gpt.make_model()), gpt.make_batch(2, 8), []
+    model, batch, kept = ask(gpt.make_model()), gpt.make_batch(2, 8), []
     expected = gpt.forward(model, batch, None).transpose(0, 1)
     real = type(model).compute_language_model_loss
     model.compute_language_model_loss = lambda y, x: kept.append(x) or real(model, y, x)
@@ -280,10 +259,10 @@ def test_logits_that_outlive_the_forward(linear_asking):
 
 
 @pytest.mark.skipif(not HAS_PROCESSOR, reason="this release has no output_processor")
-def test_output_processor(linear_asking):
+def test_output_processor():
     """It calls the layer itself, and gets logits that do what logits do."""
     megatron_patch.apply()
-    model, batch = linear_asking(gpt.make_model()), gpt.make_batch(2, 8)
+    model, batch = ask(gpt.make_model()), gpt.make_batch(2, 8)
 
     def processor(hidden_states, output_layer, output_weight, labels, compute_language_model_loss, **_):
         logits, _ = output_layer(hidden_states, weight=output_weight)
@@ -298,27 +277,30 @@ def test_output_processor(linear_asking):
 
 @pytest.mark.skipif(not HAS_MTP, reason="this release has no multi-token prediction")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_multi_token_prediction(linear_asking, tied):
+def test_multi_token_prediction(tied, monkeypatch):
     megatron_patch.apply(strict=True)
     with gpt.without_cuda():
         model, batch = gpt.make_model(tied=tied, mtp_num_layers=2), gpt.make_batch(2, 8)
         expected = gpt.loss_and_grads(model, batch, gpt.mean, loss_mask=batch.mask)
-        loss, grads = gpt.loss_and_grads(linear_asking(model), batch, gpt.mean, loss_mask=batch.mask)
+        loss, grads = gpt.loss_and_grads(ask(model), batch, gpt.mean, loss_mask=batch.mask)
     assert heads() == {"fused": 3}
     torch.testing.assert_close(loss, expected[0], rtol=0, atol=1e-5)
     check_grads(grads, expected[1])
+    with gpt.without_cuda():  # nor do its metrics make the logits
+        monkeypatch.setattr("megatron_patch.deferred.Origin.logits", None)
+        gpt.forward(model, batch, batch.labels, loss_mask=batch.mask)
 
 
 @pytest.mark.skipif(not HAS_MUP, reason="this release has no MuP")
-def test_mup(linear_asking):
+def test_mup():
     megatron_patch.apply(strict=True)
     model = gpt.make_model(use_mup=True, mup_output_mult=0.125)
-    check_against_megatron(model, gpt.make_batch(2, 8), gpt.masked_sum, linear_asking)
+    check_against_megatron(model, gpt.make_batch(2, 8), gpt.masked_sum)
 
 
-def test_config_in_the_constructor_and_a_model_built_before_the_patch(linear_asking):
+def test_config_in_the_constructor_and_a_model_built_before_the_patch():
     batch = gpt.make_batch(2, 8)
-    built_before = linear_asking(gpt.make_model())
+    built_before = ask(gpt.make_model())
     megatron_patch.apply(strict=True)
     fields = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te_ce_linear"}
     losses = [gpt.loss_and_grads(model, batch, gpt.mean)[0] for model in (built_before, gpt.make_model(**fields))]
@@ -353,9 +335,9 @@ def test_revert_restores_by_identity():
     assert set(vars(LanguageModule)) == names
 
 
-def test_log_and_status_say_it_once(linear_asking, caplog):
+def test_log_and_status_say_it_once(caplog):
     megatron_patch.apply()
-    model, batch = linear_asking(gpt.make_model()), gpt.make_batch(2, 8)
+    model, batch = ask(gpt.make_model()), gpt.make_batch(2, 8)
     caplog.clear()
     for _ in range(3):
         gpt.loss_and_grads(model, batch, gpt.mean)

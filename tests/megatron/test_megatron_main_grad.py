@@ -5,6 +5,7 @@ from __future__ import annotations
 import megatron_gpt as gpt
 import pytest
 import torch
+from fused_head import ask, check_grads, fused_accumulation, heads, main_grads
 
 import megatron_patch
 from megatron_patch import linear
@@ -15,103 +16,88 @@ pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.filterwarnings("igno
 HAS_MTP = hasattr(gpt.TransformerConfig, "mtp_num_layers")
 
 
-@pytest.fixture
-def linear_asking(asking):
-    def ask(model):
-        asking(model).config.cross_entropy_fusion_impl = "te_ce_linear"
-        return model
-
-    return ask
-
-
 def batches():
     return [gpt.make_batch(2, 8, (-100,), seed=seed) for seed in (1, 2)]
 
 
-def check(found, expected, bound=2e-6):
-    assert found.keys() == expected.keys()
-    for name, grad in found.items():
-        torch.testing.assert_close(grad, expected[name], rtol=0, atol=bound * float(expected[name].abs().max()))
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_as_megatrons_layer(linear_asking, tied):
+def test_as_megatrons_layer(tied):
     """Two micro-batches; tied: the embedding's gradient comes on top, in the same parameter."""
     megatron_patch.apply(strict=True)
     model = gpt.make_model(tied=tied)
-    with gpt.fused_accumulation(model):
-        expected = gpt.main_grads(model, batches(), gpt.masked_sum)
-        found = gpt.main_grads(linear_asking(model), batches(), gpt.masked_sum)
+    with fused_accumulation(model):
+        expected = main_grads(model, batches(), gpt.masked_sum)
+        found = main_grads(ask(model), batches(), gpt.masked_sum)
     weight = model.embedding.word_embeddings.weight if tied else model.output_layer.weight
     assert weight.grad_added_to_main_grad
-    assert megatron_patch.status().heads == {"fused": 2}
-    check(found, expected)
+    assert heads() == {"fused": 2}
+    check_grads(found, expected)
 
 
 @pytest.mark.skipif(not HAS_MTP, reason="this release has no multi-token prediction")
-def test_with_multi_token_prediction(linear_asking):
+def test_with_multi_token_prediction():
     """Several heads add to one main_grad in one backward."""
     megatron_patch.apply(strict=True)
     model, batch = gpt.make_model(tied=True, mtp_num_layers=1), gpt.make_batch(2, 8)
-    with gpt.fused_accumulation(model):
-        expected = gpt.main_grads(model, [batch], gpt.mean, loss_mask=batch.mask)
-        found = gpt.main_grads(linear_asking(model), [batch], gpt.mean, loss_mask=batch.mask)
-    assert megatron_patch.status().heads == {"fused": 2}
-    check(found, expected)
+    with fused_accumulation(model):
+        expected = main_grads(model, [batch], gpt.mean, loss_mask=batch.mask)
+        found = main_grads(ask(model), [batch], gpt.mean, loss_mask=batch.mask)
+    assert heads() == {"fused": 2}
+    check_grads(found, expected)
 
 
-def test_logits_looked_into(linear_asking):
+def test_logits_looked_into():
     """Then Megatron's own layer accumulates, once."""
     megatron_patch.apply()
     model = gpt.make_model()
-    with gpt.fused_accumulation(model):
-        expected = gpt.main_grads(model, batches(), gpt.masked_sum)
+    with fused_accumulation(model):
+        expected = main_grads(model, batches(), gpt.masked_sum)
         real = type(model).compute_language_model_loss
         model.compute_language_model_loss = lambda y, x: [x.max(), real(model, y, x)][1]
-        found = gpt.main_grads(linear_asking(model), batches(), gpt.masked_sum)
-    check(found, expected)
+        found = main_grads(ask(model), batches(), gpt.masked_sum)
+    check_grads(found, expected)
 
 
-def test_bfloat16_accumulates_in_float32(linear_asking):
+def test_bfloat16_accumulates_in_float32():
     megatron_patch.apply(strict=True)
     model = gpt.make_model().bfloat16()
-    with gpt.fused_accumulation(model):
-        expected = gpt.main_grads(model, batches(), gpt.masked_sum)
-        found = gpt.main_grads(linear_asking(model), batches(), gpt.masked_sum)
+    with fused_accumulation(model):
+        expected = main_grads(model, batches(), gpt.masked_sum)
+        found = main_grads(ask(model), batches(), gpt.masked_sum)
     grad = found["output_layer.weight"]
     assert grad.dtype == torch.float32
     assert not torch.equal(grad, grad.bfloat16().float())  # not rounded on the way
     # The gradient of the logits is rounded to bfloat16, there and here: 2^-8 of its entries, over 32 tokens.
-    check({"weight": grad}, {"weight": expected["output_layer.weight"]}, bound=2.0**-7)
+    check_grads({"weight": grad}, {"weight": expected["output_layer.weight"]}, bound=2.0**-7)
 
 
-def test_frozen_weight_and_evaluation(linear_asking):
+def test_frozen_weight_and_evaluation():
     megatron_patch.apply(strict=True)
-    model, batch = linear_asking(gpt.make_model()), gpt.make_batch(2, 8)
-    with gpt.fused_accumulation(model):
+    model, batch = ask(gpt.make_model()), gpt.make_batch(2, 8)
+    with fused_accumulation(model):
         with torch.no_grad():
             gpt.forward(model, batch, batch.labels)  # no main_grad, none needed
         model.output_layer.weight.requires_grad_(False)
-        found = gpt.main_grads(model, [batch], gpt.mean)
+        found = main_grads(model, [batch], gpt.mean)
     assert not found["output_layer.weight"].any()
     assert found["embedding.word_embeddings.weight"].any()
     assert not model.output_layer.weight.grad_added_to_main_grad
 
 
-def test_no_main_grad_at_all(linear_asking):
+def test_no_main_grad_at_all():
     megatron_patch.apply()
-    model, batch = linear_asking(gpt.make_model()), gpt.make_batch(2, 8)
-    with gpt.fused_accumulation(model), pytest.raises(RuntimeError, match="expected the output layer's weight to have"):
+    model, batch = ask(gpt.make_model()), gpt.make_batch(2, 8)
+    with fused_accumulation(model), pytest.raises(RuntimeError, match="expected the output layer's weight to have"):
         gpt.forward(model, batch, batch.labels).mean().backward()
 
 
-def test_main_grad_is_that_of_the_forward(linear_asking, monkeypatch):
+def test_main_grad_is_that_of_the_forward(monkeypatch):
     """Megatron captures it there (from 0.13 on), and puts it back on the parameter in backward."""
     megatron_patch.apply()
-    model, batch = linear_asking(gpt.make_model()), gpt.make_batch(2, 8)
+    model, batch = ask(gpt.make_model()), gpt.make_batch(2, 8)
     weight = model.output_layer.weight
     weight.main_grad = buffer = torch.zeros_like(weight)
-    with gpt.fused_accumulation(model):
+    with fused_accumulation(model):
         loss = gpt.forward(model, batch, batch.labels).mean()
         del weight.main_grad
         loss.backward()
@@ -121,7 +107,7 @@ def test_main_grad_is_that_of_the_forward(linear_asking, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["nothing added", "flag forgotten", "dirty zeros", "no gradient"])
-def test_the_checks_reject_a_wrong_contract(linear_asking, monkeypatch, fault):
+def test_the_checks_reject_a_wrong_contract(monkeypatch, fault):
     class Broken(MainGradient):
         def add(self, rows, grad_logits, hidden):
             if fault != "nothing added":
@@ -138,7 +124,7 @@ def test_the_checks_reject_a_wrong_contract(linear_asking, monkeypatch, fault):
 
     monkeypatch.setattr(linear, "MainGradient", Broken)
     with pytest.raises(AssertionError):
-        test_as_megatrons_layer(linear_asking, tied=fault == "dirty zeros")
+        test_as_megatrons_layer(tied=fault == "dirty zeros")
 
 
 # The gradient by itself.
