@@ -63,18 +63,26 @@ class LogitsGradient(Protocol):
     ) -> None: ...
 
 
+class ScaledCopy(Protocol):
+    """See `te_ce.reference.scaled_copy`."""
+
+    def __call__(self, total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor: ...
+
+
 class Backend(NamedTuple):
     """One implementation of the steps of the loss: statistics and merge, or `row_loss` on one rank; then gradient.
 
-    Statistics of parts of a shard may be combined before they are merged with those of other ranks.
+    The last two are for the linear loss: statistics of parts of a shard to those of one part, before they are merged
+    with other ranks'; and a gradient that was made in forward times what comes from above.
     """
 
     name: str
     row_loss: RowLoss
     row_statistics: RowStatistics
     merge_statistics: MergeStatistics
-    combine_statistics: CombineStatistics
     logits_gradient: LogitsGradient
+    combine_statistics: CombineStatistics
+    scaled_copy: ScaledCopy
 
 
 def choose_backend(logits: Tensor) -> Backend:
@@ -110,20 +118,22 @@ def _torch_backend() -> Backend:
         reference.row_loss,
         reference.row_statistics,
         reference.merge_statistics,
-        reference.combine_statistics,
         reference.logits_gradient,
+        reference.combine_statistics,
+        reference.scaled_copy,
     )
 
 
 @functools.cache
 def _triton_backend() -> Backend:
-    from te_ce.kernels import launch, launch_combine, launch_gradient
+    from te_ce.kernels import launch, launch_gradient, launch_linear
 
     return Backend(
         "triton",
         launch.row_loss,
         launch.row_statistics,
         launch.merge_statistics,
-        launch_combine.combine_statistics,
         launch_gradient.logits_gradient,
+        launch_linear.combine_statistics,
+        launch_linear.scaled_copy,
     )

@@ -39,6 +39,11 @@ def combine_statistics_kernel(
         for _ in range(n_parts):
             columns += tl.load(columns_ptr, mask=mask_n, other=0.0)
             columns_ptr += part_stride
+    # A shard without a finite logit stays the identity, where a whole row without one has no softmax.
+    is_empty = m == -float("inf")
+    d = tl.where(is_empty, 0.0, d)
+    s = tl.where(is_empty, tl.where(columns > 0.0, -float("inf"), 0.0), s)
+    t = tl.where(is_empty, 0.0, t)
     store_statistics(
         stats_ptr + rows, n_rows, m, d, z_y, s, columns, t, argmax, HAS_SMOOTHING, HAS_ENTROPY, HAS_ARGMAX, mask_n
     )

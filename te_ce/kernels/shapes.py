@@ -60,6 +60,9 @@ ENTROPY_REGISTERS = {90: 32}
 # Rows of a merge.
 MERGE_TILE = TileShape(128, 4)
 
+# Elements of a sum that is scaled and rounded.
+SCALING_TILE = TileShape(4096, 8)
+
 
 def vector_elements(dtype: torch.dtype) -> int:
     """Elements of the widest access of a thread."""

@@ -15,7 +15,7 @@ from te_ce.backend import Backend, choose_backend
 from te_ce.checks import check_row_scale
 from te_ce.groups import group_size
 from te_ce.linear.checks import check_linear_inputs, check_token_weights, check_width
-from te_ce.linear.chunks import Keep, check_keep
+from te_ce.linear.chunks import Keep, check_keep, kept_chunks, token_chunks, vocabulary_chunks
 from te_ce.linear.weight_gradient import WeightGradient
 from te_ce.options import LossOptions
 from te_ce.problem import ShardProblem
@@ -53,9 +53,10 @@ class LinearCall(NamedTuple):
     group: ProcessGroup | None  # None: of one rank
     backend: Backend
     sequence_parallel: bool
-    keep: Keep
+    chunks: tuple[slice, ...]  # of this rank's real columns
+    kept: int  # how many of them, the last ones, are kept for backward
+    token_chunks: tuple[slice, ...]  # the same on every rank
     reduction: str
-    widest: int  # columns of a rank, the same number on every rank
     record: Record | None  # what a checked call exchanges first, but for the targets; None: not checked
     weight_gradient: Callable[[], WeightGradient] | None
 
@@ -101,15 +102,19 @@ def resolve_linear_call(tensors: LinearTensors, request: LinearRequest) -> Linea
     check_width(weight, shard)
     columns = resolve_shard(shard, weight.shape[0], group)
     problem = ShardProblem.resolve(options, columns, ranks, outputs, equal_shards=shard is None)
+    n_tokens, itemsize = target.numel(), hidden.element_size()
+    chunks = vocabulary_chunks(n_tokens, hidden.shape[-1], problem.real_columns, itemsize, keep)
     is_checked = options.check_targets or environment.check_targets_requested()
     return LinearCall(
         problem=problem,
         group=group if ranks > 1 else None,
         backend=choose_backend(hidden),
         sequence_parallel=sequence_parallel,
-        keep=keep,
+        chunks=chunks,
+        kept=kept_chunks(keep, chunks, n_tokens, itemsize),
+        # By the columns of a rank of equal ones.
+        token_chunks=token_chunks(n_tokens, -(-columns.size // ranks), itemsize),
         reduction=options.reduction,
-        widest=-(-columns.size // ranks),
         record=_record(tensors, request, columns) if is_checked else None,
         weight_gradient=weight_gradient,
     )

@@ -13,10 +13,17 @@ from te_ce import environment
 
 Keep = Literal["recompute"] | float | int
 
-# Bytes of a chunk of the logits; but never fewer columns than _LEAST_COLUMNS, nor fewer tokens than _LEAST_TOKENS.
-_VOCABULARY_CHUNK_BYTES = 256 << 20
-_TOKEN_CHUNK_BYTES = 1 << 30
+# A chunk of the vocabulary has so many multiplications in each of its GEMMs, which pay for what every GEMM loses at its
+# end: 32768 columns of 8192 tokens with 4096 features. At the most so many bytes, at the least so many columns.
+_MULTIPLICATIONS = 1 << 40
+_VOCABULARY_CHUNK_BYTES = 1 << 30
 _LEAST_COLUMNS = 8192
+
+# Chunks of which some are kept.
+_KEPT_IN_PARTS = 8
+
+# A chunk of tokens: every further one adds to the gradient of the whole weight.
+_TOKEN_CHUNK_BYTES = 2 << 30
 _LEAST_TOKENS = 512
 
 # Chunks are multiples of a GEMM's tile, and every row of a chunk begins at a multiple of so many elements.
@@ -26,18 +33,25 @@ _TOKENS_STEP = 128
 SMALLEST_BUDGET = 1 << 20
 
 
-def vocabulary_chunks(tokens: int, columns: int, itemsize: int) -> tuple[slice, ...]:
+def vocabulary_chunks(
+    tokens: int, features: int, columns: int, itemsize: int, keep: Keep = "recompute"
+) -> tuple[slice, ...]:
     """Columns of every chunk of the vocabulary: all but the last one equally wide; none where there are no columns.
 
     Args:
         tokens: N.
+        features: H.
         columns: of this rank.
         itemsize: bytes of a logit.
+        keep: where it asks for a part of the logits, chunks are narrower, so that many sizes of a part exist.
     """
     width = environment.chunk_columns()
     if width is None:
-        fitting = max(_LEAST_COLUMNS, _VOCABULARY_CHUNK_BYTES // max(1, tokens * itemsize))
-        width = _balanced(columns, fitting, _COLUMNS_STEP)
+        worth = _MULTIPLICATIONS // max(1, tokens * features)
+        fitting = min(worth, _VOCABULARY_CHUNK_BYTES // max(1, tokens * itemsize))
+        if keep not in ("recompute", 0.0, 1.0):
+            fitting = min(fitting, columns // _KEPT_IN_PARTS)
+        width = _balanced(columns, max(_LEAST_COLUMNS, fitting), _COLUMNS_STEP)
     return _cut(columns, width)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from te_ce.collectives import gather_statistics, start_sum
 from te_ce.linear.call import LinearCall
-from te_ce.linear.chunks import padded_width, token_chunks, vocabulary_chunks
+from te_ce.linear.chunks import padded_width
 from te_ce.linear.products import add_product, set_product, sum_dtype
 from te_ce.linear.vocabulary_walk import Batch, Needed
 from te_ce.outputs import OutputGrads
@@ -44,7 +44,7 @@ def loss_and_gradients(
         token_weights: w [N] float32.
     """
     hidden, n_columns = batch.hidden, call.problem.real_columns
-    chunks = token_chunks(hidden.shape[0], call.widest, hidden.element_size())
+    chunks = call.token_chunks
     sums = _empty_sums(batch, call, needed)
     rows_of_chunk = max((rows.stop - rows.start for rows in chunks), default=0)
     memory = hidden.new_empty((rows_of_chunk, padded_width(n_columns)))[:, :n_columns]
@@ -53,20 +53,19 @@ def loss_and_gradients(
     for number, rows in enumerate(chunks or (slice(0, 0),)):
         part = batch.of_tokens(rows)
         grad = memory[: rows.stop - rows.start]
-        # One GEMM over all columns is slower than several over some.
-        cuts = vocabulary_chunks(grad.shape[0], n_columns, grad.element_size())
-        for columns in cuts:
+        # One GEMM over very many columns is slower than several over some.
+        for columns in call.chunks:
             part.logits_into(grad[:, columns], columns)
         loss, others = _gradient_in_place(part, grad, token_weights[rows] if any(needed) else None, call)
         losses.append(loss)
         outputs.append(others)
         if sums.hidden is not None:
-            for cut, columns in enumerate(cuts):
+            for cut, columns in enumerate(call.chunks):
                 (add_product if cut else set_product)(sums.hidden[rows], grad[:, columns], batch.weight[columns])
             if rows.stop == hidden.shape[0]:
                 # On its way while the last part of the weight's gradient is made.
                 pending = start_sum(sums.hidden, call.group, call.sequence_parallel)
-        for columns in cuts:
+        for columns in call.chunks:
             if sums.weight is not None:
                 (add_product if number else set_product)(sums.weight[columns], grad[:, columns].t(), part.hidden)
             if sums.bias is not None:

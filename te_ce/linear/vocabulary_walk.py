@@ -17,11 +17,10 @@ from torch import Tensor
 
 from te_ce.collectives import PendingSum, gather_statistics, start_sum
 from te_ce.linear.call import LinearCall
-from te_ce.linear.chunks import kept_chunks, padded_width, vocabulary_chunks
+from te_ce.linear.chunks import padded_width
 from te_ce.linear.products import add_product, logits_into, set_product, sum_dtype
 from te_ce.linear.weight_gradient import NewWeightGradient
 from te_ce.outputs import OutputGrads
-from te_ce.problem import ShardProblem
 
 
 class Batch(NamedTuple):
@@ -79,23 +78,18 @@ class _Chunks:
         return self._memory[:, : columns.stop - columns.start]
 
 
-def _chunks(batch: Batch, problem: ShardProblem) -> tuple[slice, ...]:
-    return vocabulary_chunks(batch.hidden.shape[0], problem.real_columns, batch.hidden.element_size())
-
-
 def statistics(batch: Batch, call: LinearCall, keeps: bool) -> tuple[Tensor, list[Tensor]]:
     """Statistics [parts, fields, N] of this rank's columns, and the logits of the last chunks where any are kept.
 
     Args:
         keeps: a backward may come.
     """
-    chunks = _chunks(batch, call.problem)
-    n_kept = kept_chunks(call.keep, chunks, batch.hidden.shape[0], batch.hidden.element_size()) if keeps else 0
+    chunks, n_kept = call.chunks, call.kept if keeps else 0
     buffers = _Chunks(batch, chunks)
     parts, kept = [], []
     # A rank without columns has the statistics of none of them.
     for number, columns in enumerate(chunks or (slice(0, 0),)):
-        is_kept = number >= len(chunks) - n_kept
+        is_kept = bool(n_kept) and number >= len(chunks) - n_kept
         logits = buffers.new(columns) if is_kept else buffers.scratch(columns)
         batch.logits_into(logits, columns)
         problem = call.problem.of_columns(columns)
@@ -136,7 +130,7 @@ def gradients(
         grads: [N] each.
         kept: logits of the last chunks, as `row_loss` gave them; lost where `overwrites_kept`.
     """
-    chunks, hidden = _chunks(batch, call.problem), batch.hidden
+    chunks, hidden = call.chunks, batch.hidden
     buffers = _Chunks(batch, chunks)
     of_hidden = hidden.new_empty(hidden.shape, dtype=sum_dtype(hidden.dtype)) if needed.hidden else None
     of_weight = None

@@ -55,6 +55,7 @@ class WeightedLinearCrossEntropy(torch.autograd.Function):
         ctx.mark_non_differentiable(*(each for name, each in zip(names, outputs, strict=True) if name in FOR_LOGGING))
         if is_differentiable:
             ctx.save_for_backward(hidden, weight, bias, divisor, *sums)
+            ctx.call = call
             ctx.set_materialize_grads(False)
         return total / divisor, *outputs
 
@@ -68,9 +69,10 @@ class WeightedLinearCrossEntropy(torch.autograd.Function):
         if grad_loss is None:
             return (None,) * 8
         hidden, weight, bias, divisor, *sums = ctx.saved_tensors
+        call: LinearCall = ctx.call
         with torch.no_grad():
             factor = grad_loss / divisor
-            results = [_scaled(total, factor, of) for total, of in zip(sums, (hidden, weight, bias), strict=True)]
+            results = [_scaled(total, factor, of, call) for total, of in zip(sums, (hidden, weight, bias), strict=True)]
         if torch.is_grad_enabled():  # create_graph=True
             results = [
                 None if each is None else forbid_second_derivative(each, hidden, weight, grad_loss) for each in results
@@ -78,8 +80,8 @@ class WeightedLinearCrossEntropy(torch.autograd.Function):
         return (*results, None, None, None, None, None)
 
 
-def _scaled(total: Tensor | None, factor: Tensor, of: Tensor | None) -> Tensor | None:
+def _scaled(total: Tensor | None, factor: Tensor, of: Tensor | None, call: LinearCall) -> Tensor | None:
     """A new tensor of the dtype and shape of `of`, rounded once."""
     if total is None or of is None:
         return None
-    return torch.mul(total, factor, out=torch.empty(total.shape, dtype=of.dtype, device=of.device)).view(of.shape)
+    return call.backend.scaled_copy(total, factor, of.dtype).view(of.shape)

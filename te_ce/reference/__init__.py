@@ -9,6 +9,7 @@ log 3, and (m + log d) - z_y in float32 would make it 0.
 
 from te_ce.reference.gradient import logits_gradient
 from te_ce.reference.merge import combine_statistics, merge_statistics, row_loss
+from te_ce.reference.scaling import scaled_copy
 from te_ce.reference.statistics import row_statistics
 
-__all__ = ["combine_statistics", "logits_gradient", "merge_statistics", "row_loss", "row_statistics"]
+__all__ = ["combine_statistics", "logits_gradient", "merge_statistics", "row_loss", "row_statistics", "scaled_copy"]

@@ -81,13 +81,18 @@ def merge_statistics(
 
 
 def combine_statistics(gathered: Tensor, problem: ShardProblem) -> Tensor:
-    """Merge the statistics of parts of one shard [parts, fields, N] into those of one part, [1, fields, N]."""
+    """Merge the statistics of parts of one shard [parts, fields, N] into those of one part, [1, fields, N].
+
+    A shard without a finite logit stays the identity, where a whole row without one has no softmax.
+    """
     row = _merge(gathered, problem)
-    fields = [row.m, row.d, row.z_y]
+    is_empty = row.m == -torch.inf
+    fields = [row.m, torch.where(is_empty, 0.0, row.d), row.z_y]
     if row.s is not None:
-        fields += [row.s, gathered[:, 4].sum(0)]
+        columns = gathered[:, 4].sum(0)
+        fields += [torch.where(is_empty, torch.where(columns > 0, -torch.inf, 0.0), row.s), columns]
     if row.t is not None:
-        fields.append(row.t)
+        fields.append(torch.where(is_empty, 0.0, row.t))
     if row.argmax is not None:
         fields.append(row.argmax.to(INTEGERS[gathered.dtype]).view(gathered.dtype))
     return torch.stack(fields)[None]

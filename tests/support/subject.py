@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import te_ce.call
+import te_ce.linear.call
 import te_ce.problem as problem_module
 from te_ce import LossOptions, VocabShard, vocab_parallel_cross_entropy
 from te_ce.autograd import LossCall
@@ -63,7 +64,10 @@ class Subject:
             # Not a recording mock: one that keeps its arguments would be another owner of the logits.
             return self.backend
 
-        with mock.patch.multiple(te_ce.call, choose_backend=choose, _resolved=self.resolved):
+        with (
+            mock.patch.multiple(te_ce.call, choose_backend=choose, _resolved=self.resolved),
+            mock.patch.object(te_ce.linear.call, "choose_backend", choose),
+        ):
             yield
 
     @contextlib.contextmanager

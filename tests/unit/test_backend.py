@@ -19,7 +19,7 @@ _TARGET = torch.zeros(3, dtype=torch.int64)
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """The name of the backend chosen for CPU logits; the kernels themselves are not imported."""
-    nothing = Backend("triton", *[None] * 5)  # type: ignore[arg-type]
+    nothing = Backend("triton", *[None] * 6)  # type: ignore[arg-type]
     monkeypatch.setattr("te_ce.backend._triton_backend", lambda: nothing)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     return lambda dtype=torch.float32: choose_backend(torch.zeros(3, 8, dtype=dtype)).name

@@ -11,7 +11,13 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import te_ce
-from te_ce import LossOptions, VocabShard, vocab_parallel_cross_entropy, vocab_parallel_log_probs
+from te_ce import (
+    LossOptions,
+    VocabShard,
+    linear_cross_entropy,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_log_probs,
+)
 from te_ce.collectives import gather_statistics
 from te_ce.problem import ShardProblem, resolve_problem
 
@@ -206,6 +212,13 @@ def test_signatures() -> None:
         "options: 'LossOptions | None' = None, shard: 'VocabShard | None' = None, inplace: 'Inplace' = 'auto', "
         "entropy: 'bool' = False, **loss_options: 'Any') -> 'Tensor | tuple[Tensor, Tensor]'"
     )
+    assert str(inspect.signature(linear_cross_entropy)) == (
+        "(hidden: 'Tensor', weight: 'Tensor', target: 'Tensor', *, bias: 'Tensor | None' = None, "
+        "group: 'Group' = None, sequence_parallel: 'bool' = False, keep: 'Keep' = 'recompute', "
+        "token_weights: 'Tensor | None' = None, options: 'LossOptions | None' = None, "
+        "shard: 'VocabShard | None' = None, outputs: 'Iterable[str]' = (), **loss_options: 'Any') "
+        "-> 'Tensor | LossOutput'"
+    )
     assert [(field.name, field.default) for field in dataclasses.fields(LossOptions)] == [
         ("ignore_index", -100),
         ("label_smoothing", 0.0),
@@ -219,10 +232,12 @@ def test_signatures() -> None:
         ("reproducible_tp", False),
     ]
     assert sorted(te_ce.__all__) == [
+        "LinearCrossEntropyLoss",
         "LossOptions",
         "LossOutput",
         "VocabParallelCrossEntropyLoss",
         "VocabShard",
+        "linear_cross_entropy",
         "vocab_parallel_cross_entropy",
         "vocab_parallel_log_probs",
     ]
