@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from te_ce.linear.products import add_product
+
 
 class MainGradient:
     """Takes the gradient of `weight` [V / TP, H] by rows, into its `main_grad` of the same shape."""
@@ -42,12 +44,8 @@ class MainGradient:
     def add(self, rows: slice, grad_logits: Tensor, hidden: Tensor) -> None:
         """Add grad_logits^T hidden to `rows` of main_grad: [N, C] and [N, H] of one dtype, C the number of rows."""
         place, left = self._main_grad[rows], grad_logits.t()
-        if place.dtype == hidden.dtype == grad_logits.dtype:
-            place.addmm_(left, hidden)
-        elif place.dtype == torch.float32 and hidden.is_cuda:
-            torch.addmm(place, left, hidden, out_dtype=torch.float32, out=place)
-        elif place.dtype == torch.float32:
-            place.addmm_(left.float(), hidden.float())
+        if place.dtype in (torch.float32, hidden.dtype):
+            add_product(place, left, hidden)
         else:
             place.add_(left @ hidden)
 

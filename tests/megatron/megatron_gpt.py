@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -151,6 +152,7 @@ def without_cuda():
     with pytest.MonkeyPatch.context() as patch:
         if device().type == "cpu":
             patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+            patch.setattr(torch.cuda, "current_stream", lambda *_: mock.MagicMock())
             patch.setattr(random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
         yield
 

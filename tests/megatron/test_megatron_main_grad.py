@@ -46,6 +46,32 @@ def test_with_multi_token_prediction():
     check_grads(found, expected)
 
 
+@pytest.mark.parametrize("fusion", [False, True], ids=["by the hook", "by the layer"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_megatrons_ddp(tied, fusion):
+    """Its own hooks, buffers and overlapped reduction, over two micro-batches."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    def grads(implementation):
+        model = gpt.make_model(tied=tied)
+        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
+        with fused_accumulation(model) if fusion else gpt.without_cuda():
+            wrapped = DistributedDataParallel(model.config, settings, model)
+            wrapped.zero_grad_buffer()
+            implementation(model)
+            first, second = batches()
+            with wrapped.no_sync():
+                gpt.masked_sum(gpt.forward(wrapped, first, first.labels), first.mask).backward()
+            gpt.masked_sum(gpt.forward(wrapped, second, second.labels), second.mask).backward()
+            wrapped.finish_grad_sync()
+        return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+
+    megatron_patch.apply(strict=True)
+    expected = grads(lambda model: None)
+    check_grads(grads(ask), expected)
+    assert heads() == {"fused": 2}
+
+
 def test_logits_looked_into():
     """Then Megatron's own layer accumulates, once."""
     megatron_patch.apply()
