@@ -20,6 +20,7 @@ Importing this package imports no Megatron and changes nothing. Imports go one w
     maxima.py               their largest of each row, for metrics, without the rest
     scope.py                when it may do so: in a forward with labels
     output_layer.py         and whether: nothing about the layer that the fused loss does not reproduce
+    agreement.py            that all ranks do the same about it
     main_grad.py            the weight's gradient, accumulated into main_grad
     native.py               stand-ins for Megatron's own losses (replace_native)
     transformer_engine.py   "te" served, and the checks that refuse it lifted (replace_te)

@@ -2,7 +2,8 @@
 
 The loss takes the layer's input and weight from the object and never makes the logits. Whatever else touches it gets
 the ordinary logits: the layer's own forward runs then, once, with its graph, and this tensor is what every function
-of torch works on from there, in-place ones, hooks and `.data_ptr()` included. Only what follows from the shape
+of torch works on from there, in-place ones, hooks and `.data_ptr()` included. The loss is computed on it, too, once
+somebody has changed it or asked for its gradient. Only what follows from the shape
 (`.shape`, `.dtype`, `len()` and the like), the product with a number, and the largest of each row, without its
 gradient, are answered without.
 
@@ -61,7 +62,7 @@ class Origin:
         self.made: Tensor | None = None
         self._compute, self._siblings, self._factors = compute, siblings, factors
         self._with_grad = torch.is_grad_enabled()
-        self._made_by: object = None
+        self._made_as: tuple[object, int] = (None, 0)
         self._versions = self._read_versions()
         siblings.add(self)
 
@@ -72,8 +73,19 @@ class Origin:
             # A metric may ask first, without gradients, and the loss, with them, later.
             with _recorded(), torch.set_grad_enabled(self._with_grad):
                 self.made = self.logits_of(self.hidden)
-            self._made_by = self.made.grad_fn
+            self._made_as = _state(self.made)
         return self.made
+
+    def is_intact(self) -> bool:
+        """Whether nobody has changed the logits, if they were made, or asked for their gradient, as far as can be seen."""
+        made = self.made
+        if made is None:
+            return True
+        return (
+            not made.is_inference()
+            and _state(made) == self._made_as
+            and not (made._backward_hooks or made.retains_grad)
+        )
 
     def gradients(self, grad: Tensor, needed: tuple[bool, bool, bool]) -> list[Tensor | None]:
         """Those of hidden, weight and bias where `needed`, from that of the logits, by the layer's own backward.
@@ -84,7 +96,7 @@ class Origin:
         """
         with torch.enable_grad():
             hidden = self.hidden
-            if self.made is not None and self.made.grad_fn is not self._made_by:
+            if self.made is not None and self.made.grad_fn is not self._made_as[0]:
                 logits = self.made
             else:
                 self.check_unchanged()
@@ -159,9 +171,6 @@ class DeferredLogits(Tensor):
         args, kwargs = tree_map_only(DeferredLogits, lambda logits: plain(logits).detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain(self).__reduce_ex__(protocol)
-
 
 def plain(logits: Tensor) -> Tensor:
     """The ordinary logits of a deferred object; any other tensor as it is.
@@ -177,6 +186,14 @@ def plain(logits: Tensor) -> Tensor:
             'set cross_entropy_fusion_impl="te_ce"'
         )
     return logits.origin.logits()
+
+
+def intact(logits: object) -> TypeGuard[DeferredLogits]:
+    """Whether this is a deferred object that is still what the layer made of its input; looked into or not.
+
+    A look on one rank alone must not make that rank do something else than the others.
+    """
+    return isinstance(logits, DeferredLogits) and _grad_fn(logits) is logits.node and logits.origin.is_intact()
 
 
 def untouched(logits: object) -> TypeGuard[DeferredLogits]:
@@ -206,7 +223,7 @@ def _product(*args: Any, **kwargs: Any) -> DeferredLogits | None:
     if kwargs or len(args) != 2:
         return None
     logits, factor = args if isinstance(args[0], DeferredLogits) else args[::-1]
-    if not untouched(logits) or isinstance(factor, bool) or not isinstance(factor, int | float):
+    if not intact(logits) or isinstance(factor, bool) or not isinstance(factor, int | float):
         return None
     if factor == 0 or not math.isfinite(factor):  # nothing that a scale of the loss can be
         return None
@@ -225,6 +242,11 @@ def _maxima(func: Any, logits: object, dim: object = None, keepdim: bool = False
     if logits.requires_grad and torch.is_grad_enabled():
         return None
     return torch.return_types.max(row_maxima(logits.origin))
+
+
+def _state(made: Tensor) -> tuple[object, int]:
+    """What in-place operations on a tensor change."""
+    return made.grad_fn, 0 if made.is_inference() else made._version
 
 
 def _grad_fn(logits: Tensor) -> object:

@@ -32,7 +32,7 @@ FUSED, ON_LOGITS = "fused", "on logits"
 
 
 def linear_loss(labels: Tensor, logits: DeferredLogits, application: Application) -> Tensor:
-    """Per-token loss of logits that nobody has looked into.
+    """Per-token loss of logits that nobody has changed.
 
     Args:
         labels: [b, s] int64 or int32, any strides, not written to. Negative: loss and gradient 0.
@@ -97,7 +97,7 @@ def report_logits(model: Any, logits: Tensor, application: Application) -> None:
 def _reason(model: Any, logits: Tensor) -> str:
     scope = current_scope()
     if isinstance(logits, DeferredLogits):
-        return "the logits were used before the loss"
+        return "the logits were changed, or their gradient asked for, before the loss"
     if scope is None or scope.model is not model:
         return "the logits were not made in a forward of the model with labels"
     if scope.reason is not None:

@@ -17,9 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_patch.agreement import agree_on_path
 from megatron_patch.application import Application
 from megatron_patch.config import asks_for_linear, asks_for_te_ce, asks_for_transformer_engine
-from megatron_patch.deferred import plain, untouched
+from megatron_patch.deferred import intact, plain
 from megatron_patch.linear import linear_loss, report_logits
 from megatron_patch.model import ignore_negative, is_gathered, tensor_parallel_group
 from te_ce import LossOptions, vocab_parallel_cross_entropy
@@ -31,7 +32,9 @@ def make_method(original: Callable[..., Tensor], application: Application) -> Ca
     @functools.wraps(original)
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
         if application.active and asks_for_linear(self.config):
-            if untouched(logits):
+            fused = intact(logits)
+            agree_on_path(fused, logits, tensor_parallel_group(self), application)
+            if fused:
                 return linear_loss(labels, logits, application)
             report_logits(self, logits, application)
         logits = plain(logits)

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 -m pytest tests/distributed
 from __future__ import annotations
 
 import os
+import re
 import sys
 import types
 from pathlib import Path
@@ -174,7 +175,7 @@ def test_other_uses_of_the_logits(group, sequence_parallel, use):
     _, expected = gpt.loss_and_grads(model, batch, gpt.mean)
     _, grads = gpt.loss_and_grads(ask(model), batch, gpt.mean)
     check_grads(grads, expected)
-    assert heads() == {"scaled": {"fused": 1}, "before the loss": {"on logits": 1}}.get(use, {})
+    assert heads() == ({"fused": 1} if use in ("scaled", "before the loss") else {})
 
 
 class _Exp(torch.autograd.Function):
@@ -220,6 +221,34 @@ def test_gathered_logits_are_not_deferred(group):
     assert heads() == ({"on logits": 1} if group.size() > 1 else {"fused": 1})
     dense = gpt.dense_cross_entropy(gpt.forward(model, batch, None), batch.labels)
     torch.testing.assert_close(loss.double(), dense, rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(WORLD == 1, reason="one rank agrees with itself")
+def test_ranks_that_differ_are_an_error_on_all(group):
+    """The first one has a hook on its output layer: its collectives would be others than those of the rest."""
+    megatron_patch.apply()
+    model, batch = ask(gpt.make_model(group.size())), batch_for(group)
+    if group.rank() == 0:
+        model.output_layer.register_forward_hook(lambda *_: None)
+    fusing = list(range(1, group.size()))
+    with pytest.raises(RuntimeError, match=rf"ranks {re.escape(str(fusing))} .* ranks \[0\] compute it on logits"):
+        gpt.forward(model, batch, batch.labels)
+
+
+@pytest.mark.skipif(WORLD == 1, reason="one rank looks alone")
+def test_a_look_of_one_rank_changes_nothing(group):
+    model, batch = gpt.make_model(group.size()), batch_for(group)
+    _, expected = gpt.loss_and_grads(model, batch, gpt.mean)
+    megatron_patch.apply(strict=True)
+
+    def loss_method(labels, logits):
+        if group.rank() == 0:
+            logits.max()
+        return type(model).compute_language_model_loss(model, labels, logits)
+
+    model.compute_language_model_loss = loss_method
+    _, grads = gpt.loss_and_grads(ask(model), batch, gpt.mean)
+    check_grads(grads, expected)
 
 
 @pytest.mark.skipif(WORLD == 1, reason="one rank reduces nothing")

@@ -8,7 +8,7 @@ import types
 import megatron_gpt as gpt
 import pytest
 import torch
-from fused_head import ask, check_grads
+from fused_head import ask, check_grads, heads
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 
@@ -46,6 +46,11 @@ def change_class(model):
 def own_forward(model):
     forward = model.output_layer.forward
     model.output_layer.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+def own_forward_around_megatrons(model):
+    layer = model.output_layer
+    layer.forward = lambda *args, **kwargs: type(layer).forward(layer, *args, **kwargs)
 
 
 def forward_hook(model):
@@ -110,6 +115,7 @@ REASONS = {
     adapt: "the model's is Adapter",
     change_class: "the output layer is a Changed, not a plain ColumnParallelLinear",
     own_forward: "ColumnParallelLinear with a forward of its own",
+    own_forward_around_megatrons: "the output layer has a forward of its own",
     forward_hook: "the output layer has hooks",
     backward_hook: "the output layer has hooks",
     backward_pre_hook: "the output layer has hooks",
@@ -225,30 +231,49 @@ def test_options_that_are_not_for_it():
     assert megatron_patch.status().reasons == ("reproducible_tp is for the loss on logits",)
 
 
-@pytest.mark.parametrize("where", ["logger", "metric", "in place"])
-def test_logits_used_before_the_loss(where, tmp_path):
-    """The loss takes what is there by then, changes in place included."""
+USES = {
+    "in place": lambda x: x.mul_(0.5),
+    "in place, no graph": lambda x: x.detach().mul_(0.5),
+    "hook": lambda x: x.register_hook(lambda grad: None),
+    "retain_grad": lambda x: x.retain_grad(),
+    "metric": lambda x: x.max(),
+    "loss of its own": lambda x: x.sum(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_logits_used_before_the_loss(use):
+    """The loss takes what is there by then, changes in place included; a mere look changes nothing."""
     megatron_patch.apply()
     model, batch = ask(gpt.make_model()), gpt.make_batch(2, 8)
-    dense = gpt.dense_loss(model, batch)
-    real = type(model).compute_language_model_loss
-    if where == "logger":
-        model.config.config_logger_dir = str(tmp_path)
-    elif where == "metric":
-        model.compute_language_model_loss = lambda y, x: [x.max(), real(model, y, x)][1]
-    else:
-        model.compute_language_model_loss = lambda y, x: [x.mul_(0.5), real(model, y, x)][1]
-        dense = gpt.dense_cross_entropy(gpt.forward(model, batch, None) * 0.5, batch.labels)
+    model.compute_language_model_loss = lambda y, x: [
+        USES[use](x),
+        type(model).compute_language_model_loss(model, y, x),
+    ][1]
     loss, grads = gpt.loss_and_grads(model, batch, gpt.mean)
-    torch.testing.assert_close(loss.double(), dense, rtol=0, atol=1e-5)
+    logits = gpt.forward(model, batch, None) * (0.5 if "place" in use else 1.0)
+    torch.testing.assert_close(loss.double(), gpt.dense_cross_entropy(logits, batch.labels), rtol=0, atol=1e-5)
     assert grads["output_layer.weight"].any()
-    if where == "logger" and not list(tmp_path.glob("*logits*.pth")):
-        pytest.skip("this release logs no logits")
-    assert megatron_patch.status().reasons == ("the logits were used before the loss",)
-    if where == "logger":
-        (file,) = tmp_path.glob("*logits*.pth")
-        saved = torch.load(file)["logits"]
-        assert torch.equal(saved.transpose(0, 1), gpt.forward(model, batch, None))
+    if use in ("metric", "loss of its own"):
+        assert heads() == {"fused": 1}
+    else:
+        reason = "the logits were changed, or their gradient asked for, before the loss"
+        assert megatron_patch.status().reasons == (reason,)
+
+
+def test_configuration_logger(tmp_path):
+    """Megatron saves the logits, before their loss; what it saves are logits."""
+    megatron_patch.apply(strict=True)
+    model, batch = ask(gpt.make_model()), gpt.make_batch(2, 8)
+    expected = gpt.forward(model, batch, None)
+    model.config.config_logger_dir = str(tmp_path)
+    loss = gpt.forward(model, batch, batch.labels)
+    torch.testing.assert_close(loss.double(), gpt.dense_cross_entropy(expected, batch.labels), rtol=0, atol=1e-5)
+    files = list(tmp_path.glob("*logits*.pth"))
+    assert files
+    saved = torch.load(files[0])["logits"]
+    assert type(saved) is Tensor
+    assert torch.equal(saved.transpose(0, 1), expected)
 
 
 def test_logits_of_the_callers_own():

@@ -80,6 +80,10 @@ def below_torch_functions(x):
         return torch.sigmoid(x)
 
 
+def cpp_first(x):
+    return below_torch_functions(x) * 0.5 + x.tanh()
+
+
 def in_place(x):
     x.mul_(2.0)
     return Square.apply(x)
@@ -106,6 +110,7 @@ USES = {
     "overwriting autograd function": Overwriting.apply,
     "autograd function that hands on": Through.apply,
     "C++": below_torch_functions,
+    "C++ first": cpp_first,
     "te_ce": lambda x: vocab_parallel_cross_entropy(x, TARGET),
     "in place, then an autograd function": in_place,
     "without gradients first": without_grad_first,

@@ -39,16 +39,36 @@ def test_logits_are_not_made(monkeypatch):
     loss.sum().backward()
 
 
-def test_without_labels_logits_are_ordinary():
+def test_without_labels_logits_are_ordinary(monkeypatch):
     model, batch = gpt.make_model(), gpt.make_batch(2, 8)
     expected = gpt.forward(model, batch, None)
     megatron_patch.apply(strict=True)
-    logits = gpt.forward(ask(model), batch, None)
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_patch.output_layer.Origin", None)  # nothing is deferred
+        logits = gpt.forward(ask(model), batch, None)
     assert type(logits) is Tensor
     assert torch.equal(logits, expected)
     assert heads() == {}
     hidden = torch.randn(3, 2, gpt.HIDDEN)
     assert type(model.output_layer(hidden)[0]) is Tensor  # nor where a user calls the layer
+    gpt.forward(model, batch, batch.labels)
+    assert type(model.output_layer(hidden)[0]) is Tensor
+
+
+def test_weight_that_is_passed_in():
+    """It comes before the layer's own, as with an embedding that is tied to a layer which has one."""
+    megatron_patch.apply(strict=True)
+    model, batch = gpt.make_model(), gpt.make_batch(2, 8)
+    other = torch.nn.Parameter(torch.randn(gpt.VOCAB, gpt.HIDDEN))
+    model.output_layer.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, kwargs | {"weight": other}), with_kwargs=True
+    )
+    loss = gpt.forward(ask(model), batch, batch.labels)
+    loss.mean().backward()
+    assert heads() == {"fused": 1}
+    torch.testing.assert_close(loss.double(), gpt.dense_loss(model, batch), rtol=0, atol=2e-5)
+    assert other.grad.any()
+    assert model.output_layer.weight.grad is None
 
 
 def test_labels_by_position():
