@@ -8,6 +8,7 @@ arguments   the command line that two commands share
 compare     one provider on one problem: check, then time; and the loop over all of them
 logits      command: one process
 tp          command: vocabulary over the ranks of torchrun
+linear      command: the fused linear + loss; a package of its own
 options     command: what every option and output costs
 plots       command: results.csv -> PNG
 report      command: results.csv -> README.md

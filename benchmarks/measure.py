@@ -31,6 +31,8 @@ WARM_UP = 3
 # A GPU at 2 GHz spins for about a millisecond; slower clocks only make it longer.
 _CYCLES_PER_MS = 2_000_000
 _LONGEST_SPIN_MS = 10.0
+# What runs in turn with others is not timed beforehand; its kernels are long.
+_TURN_SPIN_MS = 2.0
 
 
 class Timing(NamedTuple):
@@ -81,12 +83,16 @@ class Stopwatch:
         host_ms = self._warm_up(function, prepare)
         # Twice what the host needs to queue the work; a function that waits for the device cannot be outrun.
         spin = int(min(max(1.0, 2 * host_ms), _LONGEST_SPIN_MS) * _CYCLES_PER_MS)
-        return self._time(function, prepare, spin)
+        return self._time(function, prepare, spin, self.runs)
 
     def eager_ms(self, function: Callable[[T], object], prepare: Callable[[], T]) -> Timing:
         """Time of `function(prepare())` that starts on an idle device."""
         self._warm_up(function, prepare)
-        return self._time(function, prepare, 0)
+        return self._time(function, prepare, 0, self.runs)
+
+    def sample(self, function: Callable[[T], object], prepare: Callable[[], T]) -> float:
+        """Milliseconds of one run on the device, with the host ahead; for whoever warms up and takes turns himself."""
+        return self._time(function, prepare, int(_TURN_SPIN_MS * _CYCLES_PER_MS), 1).median
 
     def _warm_up(self, function: Callable[[T], object], prepare: Callable[[], T]) -> float:
         host_ms = 0.0
@@ -99,9 +105,9 @@ class Stopwatch:
         self.synchronize()
         return host_ms
 
-    def _time(self, function: Callable[[T], object], prepare: Callable[[], T], spin: int) -> Timing:
+    def _time(self, function: Callable[[T], object], prepare: Callable[[], T], spin: int, runs: int) -> Timing:
         run = self._run_on_gpu if on_gpu(self.device) else self._run_on_cpu
-        return Timing.of(self.slowest([run(function, prepare, spin) for _ in range(self.runs)]))
+        return Timing.of(self.slowest([run(function, prepare, spin) for _ in range(runs)]))
 
     def _run_on_gpu(self, function: Callable[[T], object], prepare: Callable[[], T], spin: int) -> float:
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

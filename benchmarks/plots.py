@@ -72,7 +72,7 @@ def draw(folder: Path) -> list[Picture]:
                 over = f", {ranks} ranks" if ranks > 1 else ""
                 title = f"{points[0]['device']}{over}, {dtype}, {_AXES[fixed][0]} {at}"
                 name = f"{kind}_{dtype}_{quantity.name}_by_{axis_label}{f'_{ranks}_ranks' if ranks > 1 else ''}.png"
-                _save(folder / name, _figure(points, axis, axis_label, quantity, title))
+                save(folder / name, _figure(points, axis, axis_label, quantity, title))
                 pictures.append(Picture(name, f"{quantity.label.split(',')[0]} by {axis_label}: {title}"))
     return pictures
 
@@ -117,7 +117,8 @@ def _draw_floor(axes: Axes, rows: list[Row], axis: str, quantity: _Quantity) -> 
     axes.plot(places, [at[x] for x in places], label=quantity.floor_label, color="black", linestyle="--", linewidth=1)
 
 
-def _save(path: Path, figure: Figure) -> None:
+def save(path: Path, figure: Figure) -> None:
+    """Write a PNG file."""
     FigureCanvasAgg(figure).print_figure(path, dpi=130)
 
 

@@ -65,7 +65,7 @@ def _te_ce(name: str, inplace: bool) -> Provider:
 
     overwrites = "backward" if inplace else "never"
     every = frozenset({"label_smoothing", "ignored", "padding", "tp"})
-    return Provider(name, make, _version("te-ce"), overwrites, every)
+    return Provider(name, make, version_of("te-ce"), overwrites, every)
 
 
 def _torch(name: str, compiled: bool) -> Provider:
@@ -89,7 +89,7 @@ def _megatron(name: str, fused: bool) -> Provider:
         from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
         from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
-    _ensure_process_group()
+    ensure_process_group()
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=dist.get_world_size(), create_gloo_process_groups=False
@@ -108,7 +108,7 @@ def _megatron(name: str, fused: bool) -> Provider:
         return functools.partial(vocab_parallel_cross_entropy, **arguments)
 
     supports = frozenset({"tp"} if fused else {"tp", "label_smoothing"})
-    return Provider(name, make, _version("megatron-core"), "forward (float32)", supports)
+    return Provider(name, make, version_of("megatron-core"), "forward (float32)", supports)
 
 
 def _transformer_engine(name: str, overwrite: bool) -> Provider:
@@ -132,7 +132,7 @@ def _transformer_engine(name: str, overwrite: bool) -> Provider:
 
         return loss
 
-    version = getattr(transformer_engine, "__version__", None) or _version("transformer-engine")
+    version = getattr(transformer_engine, "__version__", None) or version_of("transformer-engine")
     supports = frozenset({"label_smoothing", "ignored", "tp"})
     return Provider(name, make, version, "backward" if overwrite else "never", supports)
 
@@ -152,7 +152,7 @@ def _liger(name: str) -> Provider:
 
     supports = frozenset({"label_smoothing", "ignored"})
     no_graph = "the host waits for the number of rows"
-    return Provider(name, make, _version("liger-kernel"), "forward", supports, sums=True, no_graph=no_graph)
+    return Provider(name, make, version_of("liger-kernel"), "forward", supports, sums=True, no_graph=no_graph)
 
 
 def _liger_vocab_parallel(name: str) -> Provider:
@@ -168,7 +168,7 @@ def _liger_vocab_parallel(name: str) -> Provider:
         return loss
 
     supports = frozenset({"label_smoothing", "ignored", "tp"})
-    return Provider(name, make, _version("liger-kernel"), supports=supports)
+    return Provider(name, make, version_of("liger-kernel"), supports=supports)
 
 
 def _quack(name: str, overwrite: bool) -> Provider:
@@ -178,7 +178,7 @@ def _quack(name: str, overwrite: bool) -> Provider:
         return functools.partial(cross_entropy, ignore_index=IGNORE_INDEX, reduction="none", inplace_backward=overwrite)
 
     overwrites = "backward" if overwrite else "never"
-    return Provider(name, make, _version("quack-kernels"), overwrites, frozenset({"ignored"}))
+    return Provider(name, make, version_of("quack-kernels"), overwrites, frozenset({"ignored"}))
 
 
 # In the order of the tables.
@@ -233,15 +233,16 @@ def _hidden(package: str) -> Iterator[None]:
         sys.modules.update(kept)
 
 
-def _ensure_process_group() -> None:
-    """Megatron reduces over its group also when that is one rank: make one where torchrun did not."""
+def ensure_process_group() -> None:
+    """A group of one rank where torchrun made none: some reduce over their group also then."""
     if not dist.is_initialized():
         store = f"file://{tempfile.mkdtemp()}/store"
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
 
 
-def _version(distribution: str) -> str:
+def version_of(distribution: str) -> str:
+    """Of an installed package."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

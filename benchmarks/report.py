@@ -6,8 +6,10 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
+from benchmarks.linear import report as linear_report
+from benchmarks.linear import results as linear_results
 from benchmarks.plots import draw
-from benchmarks.results import PROFILE, Row, as_markdown, read, tables
+from benchmarks.results import PROFILE, Row, as_markdown, header, read, tables
 
 _HEADINGS = {"logits": "One process", "tp": "Vocabulary over ranks"}
 
@@ -29,6 +31,8 @@ compared with float64 first; those that were wrong are listed without times.
 
 def write(folder: Path) -> Path:
     """Write folder/README.md from folder/results.csv."""
+    if header(folder / "results.csv") == linear_results.COLUMNS:
+        return linear_report.write(folder)
     rows = read(folder / "results.csv")
     parts = ["# Measured times and memory of the loss", _sources(rows), _LEGEND]
     pictures = draw(folder)

@@ -49,12 +49,12 @@ TABLE = ["provider", "fwd", "bwd", "both", "floor", "eager", "graph", "extra", "
 class Writer:
     """Appends rows to a CSV file, each on disk before the next is measured."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, columns: list[str] = COLUMNS) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.stat().st_size and _header(path) != COLUMNS:
+        if path.exists() and path.stat().st_size and header(path) != columns:
             raise ValueError(f"{path.name}: expected the columns of this version, found others; give another --out")
         self._file = path.open("a", newline="")
-        self._csv = csv.DictWriter(self._file, COLUMNS, restval="")
+        self._csv = csv.DictWriter(self._file, columns, restval="")
         if not path.stat().st_size:
             self._csv.writeheader()
 
@@ -84,7 +84,7 @@ def read(path: Path) -> list[Row]:
 
 
 def sources(
-    device: torch.device, ceilings: Bandwidth, runs: int, arguments: list[str], module: str, commit: str | None
+    device: torch.device, ceilings: Bandwidth | None, runs: int, arguments: list[str], module: str, commit: str | None
 ) -> Row:
     """The columns that say where the numbers come from; `commit` where git can't tell."""
     try:
@@ -100,8 +100,7 @@ def sources(
         "torch": str(torch.__version__),
         "triton": triton_version,
         "commit": commit or _commit(),
-        "copy_GBs": ceilings.copy / 1e9,
-        "read_GBs": ceilings.read / 1e9,
+        **({"copy_GBs": ceilings.copy / 1e9, "read_GBs": ceilings.read / 1e9} if ceilings else {}),
         "command": " ".join([module, *_without_folder(arguments)]),
     }
 
@@ -124,10 +123,10 @@ def tables(rows: Iterable[Row]) -> list[tuple[str, list[list[str]], list[str]]]:
     return [_table(group) for group in groups.values()]
 
 
-def as_text(cells: list[list[str]]) -> str:
+def as_text(cells: list[list[str]], names: list[str] = TABLE) -> str:
     """A table for a terminal."""
-    lines = [TABLE, *cells]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(TABLE))]
+    lines = [names, *cells]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if i else cell.ljust(width)
@@ -137,9 +136,9 @@ def as_text(cells: list[list[str]]) -> str:
     )
 
 
-def as_markdown(cells: list[list[str]]) -> str:
+def as_markdown(cells: list[list[str]], names: list[str] = TABLE) -> str:
     """A table for a README."""
-    lines = [TABLE, ["---", *["---:"] * (len(TABLE) - 1)], *cells]
+    lines = [names, ["---", *["---:"] * (len(names) - 1)], *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -170,7 +169,8 @@ def _cells(row: Row, ours: float | None) -> list[str]:
     return [row["provider"], *times, number("share_both", ".0%"), *rest, faster]
 
 
-def _header(path: Path) -> list[str]:
+def header(path: Path) -> list[str]:
+    """The columns of a results.csv; none of an empty file."""
     with path.open(newline="") as file:
         return next(csv.reader(file), [])
 

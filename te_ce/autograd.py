@@ -41,7 +41,7 @@ def forward(
         results = backend.row_loss(logits, target, problem, row_scale)
     else:
         gathered = gather_statistics(backend.row_statistics(logits, target, problem, row_scale), call.group)
-        results = backend.merge_statistics(gathered, target, problem)
+        results = backend.merge_statistics(gathered, target, problem, row_scale)
     count_loss(backend.name)
     return results
 
@@ -52,10 +52,11 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     Per rank: logits [.., V_local], target [..] -> loss [..] float32, bit-identical on all ranks of the group.
 
     Forward, with z the real columns of the whole row, a' the smoothing weight and w that of the z-loss:
-        m = max z, d = sum exp(z - m), L = (1 - a') (log d - (z_y - m)) + a' (log d - mean(z - m)) + w (m + log d)^2
+        M = max z, d = sum exp(z - M), L = (1 - a') (log d - (z_y - M)) + a' (log d - mean(z - M)) + w (M + log d)^2
     Gradient, with g the gradient of L:
-        dz_i = g (1 + 2 w lse) p_i - g a'/V - g (1 - a') [i = y],  p_i = exp(z_i - m) / d
-    z = scale cap tanh(x / cap) of the logits x, where there is a scale (of the row, or one for all) or a softcap.
+        dz_i = g (1 + 2 w lse) p_i - g a'/V - g (1 - a') [i = y],  p_i = exp(z_i - M) / d
+    z = scale cap tanh(x / cap) of the logits x, where there is a scale (of the row, or one for all) or a softcap. With
+    z = |scale| u, the statistics are of u, m = max u, and only differences are multiplied: z is never rounded.
 
     Saved for backward: the logits themselves (no copy), the target, m, d (8 bytes a row), and the rows' scale.
     Collectives: one all-gather of 12 bytes a row (20 with smoothing) in forward; none in backward.

@@ -38,14 +38,14 @@ class MergeStatistics(Protocol):
     """See `te_ce.reference.merge_statistics`."""
 
     def __call__(
-        self, gathered: Tensor, target: Tensor, problem: ShardProblem
+        self, gathered: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]: ...
 
 
 class CombineStatistics(Protocol):
     """See `te_ce.reference.combine_statistics`."""
 
-    def __call__(self, gathered: Tensor, problem: ShardProblem) -> Tensor: ...
+    def __call__(self, gathered: Tensor, problem: ShardProblem, row_scale: Tensor | None = None) -> Tensor: ...
 
 
 class LogitsGradient(Protocol):

@@ -74,15 +74,16 @@ class ShardProblem:
     def fields(self) -> int:
         """Statistics per row that the forward pass makes and exchanges: [fields, N], one contiguous run each.
 
-        In this order: max m, sum d of exp(z - m), target logit z_y; with smoothing s, the sum of (z - m), and the
-        number of columns; for the entropy t, the sum of (z - m) exp(z - m); for predictions the argmax, an integer of
-        as many bits as the others, the largest there is where there are no columns.
+        Of u, which is z / |scale|. In this order: max m, sum d of exp(|scale| (u - m)), target logit u_y; with
+        smoothing s, the sum of (u - m), and the number of columns; for the entropy t, the sum of
+        (u - m) exp(|scale| (u - m)); for predictions the argmax, an integer of as many bits as the others, the largest
+        there is where there are no columns.
         """
         return 3 + 2 * self.is_smoothed + self.has_entropy + self.has_predictions
 
     @property
     def saved_fields(self) -> int:
-        """What backward needs per row: m, d, and with the entropy t."""
+        """What backward needs per row: m of u, d, and with the entropy t of z: |scale| times that of u."""
         return 2 + self.has_entropy
 
     @property

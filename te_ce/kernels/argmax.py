@@ -34,8 +34,8 @@ def column_of_max(
     mask = ((best == row_m)[None, :, None] & (vectors < stop // VEC)) & (tl.arange(0, VEC)[None, None, :] >= 0)
     position = best_at[None, :, None] + block_positions(UNROLL, THREADS, VEC)
     x = tl.load(body_ptr + position, mask=mask, other=-float("inf")).to(tl.float32)
-    z = masked_transform(x, mask, softcap, scale)
+    u = masked_transform(x, mask, softcap, scale)
     # Compared with each other, not with the row's max: equal whatever the compiler contracts.
-    is_best = mask & (z == tl.max(tl.max(z, axis=2), axis=0)[None, :, None])
+    is_best = mask & (u == tl.max(tl.max(u, axis=2), axis=0)[None, :, None])
     column = tl.where(is_best, position, NO_COLUMN)
     return tl.min(tl.min(tl.min(column, axis=2), axis=0), axis=0)

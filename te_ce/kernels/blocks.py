@@ -15,7 +15,7 @@ from te_ce.kernels.argmax import NO_COLUMN
 from te_ce.kernels.entropy import weighed_logarithm
 from te_ce.kernels.rows import at_row
 from te_ce.kernels.statistics import UNSPECIALIZED, store_statistics
-from te_ce.kernels.transform import masked_transform
+from te_ce.kernels.transform import masked_transform, split_scale
 from te_ce.kernels.vectors import MINUS_INF_PAIR, as_float32, block_positions, load_block, sum_by_pairs
 from te_ce.kernels.walk import SHIFTED_ONE, shifted_exp, sum_of_threads
 
@@ -63,10 +63,10 @@ def _block_statistics(
     offs = offs_u * (THREADS * VEC) + offs_v
     offs_t = tl.arange(0, THREADS) * VEC
     mask = offs < count - offs_t[None, :, None]
-    z = masked_transform(as_float32(block, UNROLL, THREADS, VEC), mask, softcap, scale)
-    m = tl.max(tl.max(tl.max(z, axis=2), axis=0), axis=0)
-    x = z - tl.where(m == -float("inf"), 0.0, m)
-    exp = shifted_exp(x)
+    u = masked_transform(as_float32(block, UNROLL, THREADS, VEC), mask, softcap, scale)
+    m = tl.max(tl.max(tl.max(u, axis=2), axis=0), axis=0)
+    x = u - tl.where(m == -float("inf"), 0.0, m)
+    exp = shifted_exp(x, scale)
     d = sum_of_threads(sum_by_pairs(exp, UNROLL, THREADS, VEC) * (1.0 / SHIFTED_ONE))
     s = 0.0
     t = 0.0
@@ -74,10 +74,10 @@ def _block_statistics(
     if HAS_SMOOTHING:
         s = tl.sum(sum_by_pairs(tl.where(mask, x, 0.0), UNROLL, THREADS, VEC), axis=0)
     if HAS_ENTROPY:
-        t = tl.sum(sum_by_pairs(weighed_logarithm(x, exp), UNROLL, THREADS, VEC), axis=0) * (1.0 / SHIFTED_ONE)
+        t = tl.sum(sum_by_pairs(weighed_logarithm(x, exp, scale), UNROLL, THREADS, VEC), axis=0) * (1.0 / SHIFTED_ONE)
     if HAS_ARGMAX:
         # The threads' offsets come after the minimum, which they may not carry past NO_COLUMN.
-        of_max = tl.min(tl.min(tl.where(z == m, offs, NO_COLUMN - BLOCK), axis=2), axis=0)
+        of_max = tl.min(tl.min(tl.where(u == m, offs, NO_COLUMN - BLOCK), axis=2), axis=0)
         best = tl.where(m == -float("inf"), 0, tl.min(of_max + offs_t, axis=0))
     return m, d, s, t, best
 
@@ -88,7 +88,7 @@ def block_statistics_kernel(
     logits_ptr,  # [.., V_local] float32, bfloat16 or float16
     target_ptr,  # [..] int64 or int32
     # output
-    stats_ptr,  # [n_parts, fields, N] float32: m, d, z_y, [s, columns], [t], [argmax, an int32]
+    stats_ptr,  # [n_parts, fields, N] float32: m, d, u_y, [s, columns], [t], [argmax, an int32]
     # of some calls, else None
     row_scale_ptr,  # [..] float32
     # sizes
@@ -108,6 +108,7 @@ def block_statistics_kernel(
     ignore_index: tl.int64,
     softcap,  # None: no softcap
     scale,  # of all rows; None: 1, or `row_scale_ptr`
+    scale_rest,  # what float32 leaves of it, or None
     # constants
     HAS_SMOOTHING: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
@@ -123,6 +124,8 @@ def block_statistics_kernel(
     target = tl.load(at_row(target_ptr, row, inner, target_stride_outer, target_stride_inner, True)).to(tl.int64)
     if row_scale_ptr is not None:
         scale = tl.load(at_row(row_scale_ptr, row, inner, row_scale_stride_outer, row_scale_stride_inner, True))
+    if scale is not None:
+        scale = split_scale(scale, scale_rest)
     # Nothing is read of an ignored row, whose statistics nobody uses, unless the argmax is asked for.
     end = real_columns
     if not HAS_ARGMAX:
@@ -143,9 +146,9 @@ def block_statistics_kernel(
         m, d, s, t, best = _block_statistics(
             block, count, softcap, scale, HAS_SMOOTHING, HAS_ENTROPY, HAS_ARGMAX, UNROLL, THREADS, VEC
         )
-        z_y = tl.where(part == 0, target_logit, -float("inf"))
+        u_y = tl.where(part == 0, target_logit, -float("inf"))
         argmax = tl.where(count > 0, start.to(tl.int32) + part * BLOCK + best, NO_COLUMN)
         out_ptr = stats_ptr + part * (FIELDS * n_rows) + row
         columns = count.to(tl.float32)
-        store_statistics(out_ptr, n_rows, m, d, z_y, s, columns, t, argmax, HAS_SMOOTHING, HAS_ENTROPY, HAS_ARGMAX)
+        store_statistics(out_ptr, n_rows, m, d, u_y, s, columns, t, argmax, HAS_SMOOTHING, HAS_ENTROPY, HAS_ARGMAX)
         block, left = next_block, left - BLOCK

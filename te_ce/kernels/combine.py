@@ -7,17 +7,24 @@ import triton.language as tl
 
 from te_ce.kernels.merge import max_of_parts, sums_of_parts
 from te_ce.kernels.statistics import store_statistics
+from te_ce.kernels.transform import split_scale
 
 
-@triton.jit(do_not_specialize=["gathered_ptr", "stats_ptr", "n_rows", "n_parts"])
+@triton.jit(
+    do_not_specialize=["gathered_ptr", "stats_ptr", "row_scale_ptr", "n_rows", "n_parts", "scale", "scale_rest"]
+)
 def combine_statistics_kernel(
     # input
     gathered_ptr,  # [parts, fields, N] float32
     # output
-    stats_ptr,  # [fields, N] float32: m, d, z_y, [s, columns], [t], [argmax, an int32]
+    stats_ptr,  # [fields, N] float32: m, d, u_y, [s, columns], [t], [argmax, an int32]
+    # of some calls, else None
+    row_scale_ptr,  # [N] float32
     # sizes
     n_rows: tl.int64,  # N
     n_parts,
+    scale,  # of all rows; None: 1, or `row_scale_ptr`
+    scale_rest,  # what float32 leaves of it, or None
     # constants
     HAS_SMOOTHING: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
@@ -29,9 +36,13 @@ def combine_statistics_kernel(
     m_ptr = gathered_ptr + rows
     FIELDS: tl.constexpr = 3 + 2 * HAS_SMOOTHING + HAS_ENTROPY + HAS_ARGMAX
     part_stride = n_rows * FIELDS
-    m, z_y = max_of_parts(m_ptr, m_ptr + 2 * n_rows, part_stride, n_parts, mask_n, BLOCK_N)
+    if row_scale_ptr is not None:
+        scale = tl.load(row_scale_ptr + rows, mask=mask_n, other=1.0)
+    if scale is not None:
+        scale = split_scale(scale, scale_rest)
+    m, u_y = max_of_parts(m_ptr, m_ptr + 2 * n_rows, part_stride, n_parts, mask_n, BLOCK_N)
     d, s, t, argmax = sums_of_parts(
-        m, m_ptr, n_rows, part_stride, n_parts, mask_n, HAS_SMOOTHING, HAS_ENTROPY, HAS_ARGMAX, False, BLOCK_N
+        m, m_ptr, n_rows, part_stride, n_parts, mask_n, scale, HAS_SMOOTHING, HAS_ENTROPY, HAS_ARGMAX, False, BLOCK_N
     )
     columns = tl.zeros([BLOCK_N], dtype=tl.float32)
     if HAS_SMOOTHING:
@@ -45,5 +56,5 @@ def combine_statistics_kernel(
     s = tl.where(is_empty, tl.where(columns > 0.0, -float("inf"), 0.0), s)
     t = tl.where(is_empty, 0.0, t)
     store_statistics(
-        stats_ptr + rows, n_rows, m, d, z_y, s, columns, t, argmax, HAS_SMOOTHING, HAS_ENTROPY, HAS_ARGMAX, mask_n
+        stats_ptr + rows, n_rows, m, d, u_y, s, columns, t, argmax, HAS_SMOOTHING, HAS_ENTROPY, HAS_ARGMAX, mask_n
     )

@@ -7,6 +7,7 @@ besides its tensors depends on their layout and on the problem only, and is kept
 from __future__ import annotations
 
 import functools
+import struct
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ def row_loss(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """See `te_ce.reference.row_loss`; one launch where rows are not split into parts."""
     if problem.parts > 1 or problem.block:
-        return merge_statistics(row_statistics(logits, target, problem, row_scale), target, problem)
+        return merge_statistics(row_statistics(logits, target, problem, row_scale), target, problem, row_scale)
     loss, saved, outputs = _results(target, problem)
     scale_stride = None if row_scale is None else row_scale.stride()
     strides = (logits.stride(), target.stride(), scale_stride)
@@ -71,16 +72,18 @@ def row_loss(
 
 
 def merge_statistics(
-    gathered: Tensor, target: Tensor, problem: ShardProblem
+    gathered: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """See `te_ce.reference.merge_statistics`."""
     loss, saved, outputs = _results(target, problem)
-    for place, first, how in _merge_launches(layout_of(gathered, target), target.stride(), gathered.shape[0], problem):
+    strides = (target.stride(), None if row_scale is None else row_scale.stride())
+    for place, first, how in _merge_launches(layout_of(gathered, target), strides, gathered.shape[0], problem):
         tensors = from_row(gathered, first), rows_at(target, place), from_row(loss, first), from_row(saved, first)
-        if outputs:
-            launch(merge_statistics_kernel, how, *tensors, *_outputs_from(outputs, problem, first))
-        else:
+        if row_scale is None and not outputs:
             launch(merge_statistics_kernel, how, *tensors)
+        else:
+            scale = None if row_scale is None else rows_at(row_scale, place)
+            launch(merge_statistics_kernel, how, *tensors, scale, *_outputs_from(outputs, problem, first))
     return loss, saved, outputs
 
 
@@ -205,8 +208,14 @@ def _row_sizes(grid: RowGrid, has_scale: bool) -> tuple[int, ...]:
 
 
 def _shard_sizes(problem: ShardProblem) -> tuple[int | float | None, ...]:
-    scale = None if problem.scale == 1.0 else problem.scale
-    return problem.start, problem.real_columns, problem.ignore_index, problem.softcap, scale
+    return problem.start, problem.real_columns, problem.ignore_index, problem.softcap, *scale_sizes(problem)
+
+
+def scale_sizes(problem: ShardProblem) -> tuple[float | None, float | None]:
+    """The scale of all rows, and what float32 leaves of it."""
+    if problem.scale == 1.0:
+        return None, None
+    return problem.scale, problem.scale - struct.unpack("f", struct.pack("f", problem.scale))[0]
 
 
 def _statistics_flags(problem: ShardProblem) -> tuple[bool, bool, bool]:
@@ -219,24 +228,34 @@ def _output_dtypes(problem: ShardProblem) -> tuple[torch.dtype | None, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _merge_launches(layout: Layout, target_stride: Strides, n_parts: int, problem: ShardProblem) -> Launches:
+def _merge_launches(
+    layout: Layout, strides: tuple[Strides, Strides | None], n_parts: int, problem: ShardProblem
+) -> Launches:
+    """`strides` of target, and of the scale of the rows, where they have one."""
+    target_stride, scale_stride = strides
+    # Without a scale and without outputs, all are left out of the call.
+    absent = (None, *_NO_OUTPUTS) if scale_stride is None and not problem.outputs else ()
+    scale_dtype = None if scale_stride is None else torch.float32
+
     def launch_of(cut: RowCut) -> Launch:
         return Launch(
             device=layout.device,
-            dtypes=(layout.target_dtype, *_output_dtypes(problem)),
+            dtypes=(layout.target_dtype, scale_dtype, *_output_dtypes(problem)),
             programs=-(-cut.n_rows // MERGE_TILE.elements),
             sizes=(
-                *(() if problem.outputs else _NO_OUTPUTS),
+                *absent,
                 cut.n_rows,
                 n_parts,
                 layout.shape.numel(),
                 cut.grid.inner,
-                *cut.grid.flat_strides,
+                *cut.grid.flat_strides[:2],
                 problem.classes,
                 problem.ignore_index,
                 problem.smoothing_weight,
                 problem.target_weight,
                 problem.z_loss_weight or None,
+                *(cut.grid.flat_strides[2:] or (0, 0)),
+                *scale_sizes(problem),
             ),
             constants=(
                 cut.grid.inner > 1,
@@ -247,4 +266,5 @@ def _merge_launches(layout: Layout, target_stride: Strides, n_parts: int, proble
             num_warps=MERGE_TILE.num_warps,
         )
 
-    return launches_of(cut_rows(layout.shape, (target_stride,)), launch_of)
+    each = (target_stride,) if scale_stride is None else (target_stride, scale_stride)
+    return launches_of(cut_rows(layout.shape, each), launch_of)

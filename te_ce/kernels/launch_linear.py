@@ -8,29 +8,31 @@ import torch
 from torch import Tensor
 
 from te_ce.kernels.combine import combine_statistics_kernel
+from te_ce.kernels.launch import scale_sizes
 from te_ce.kernels.launcher import Launch, launch
 from te_ce.kernels.scaling import scaled_copy_kernel
 from te_ce.kernels.shapes import MERGE_TILE, SCALING_TILE
 from te_ce.problem import ShardProblem
 
 
-def combine_statistics(gathered: Tensor, problem: ShardProblem) -> Tensor:
+def combine_statistics(gathered: Tensor, problem: ShardProblem, row_scale: Tensor | None = None) -> Tensor:
     """See `te_ce.reference.combine_statistics`."""
     n_parts, n_fields, n_rows = gathered.shape
     stats = gathered.new_empty((1, n_fields, n_rows))
     if n_rows:
-        how = _combine_launch(gathered.get_device(), n_parts, n_rows, problem)
-        launch(combine_statistics_kernel, how, gathered, stats)
+        how = _combine_launch(gathered.get_device(), n_parts, n_rows, row_scale is not None, problem)
+        scale = None if row_scale is None else row_scale.contiguous()
+        launch(combine_statistics_kernel, how, gathered, stats, scale)
     return stats
 
 
 @functools.lru_cache(maxsize=64)
-def _combine_launch(device: int, n_parts: int, n_rows: int, problem: ShardProblem) -> Launch:
+def _combine_launch(device: int, n_parts: int, n_rows: int, has_row_scale: bool, problem: ShardProblem) -> Launch:
     return Launch(
         device=device,
-        dtypes=(),
+        dtypes=(torch.float32 if has_row_scale else None,),
         programs=-(-n_rows // MERGE_TILE.elements),
-        sizes=(n_rows, n_parts),
+        sizes=(n_rows, n_parts, *scale_sizes(problem)),
         constants=(problem.is_smoothed, problem.has_entropy, problem.has_predictions, MERGE_TILE.elements),
         num_warps=MERGE_TILE.num_warps,
     )

@@ -10,6 +10,7 @@ from te_ce.kernels.entropy import lower
 from te_ce.kernels.numerics import exp_weight, row_loss
 from te_ce.kernels.outputs import OUTPUT_POINTERS, store_outputs
 from te_ce.kernels.rows import at_row
+from te_ce.kernels.transform import of_z, split_scale
 
 _UNSPECIALIZED = [
     "gathered_ptr",
@@ -27,21 +28,26 @@ _UNSPECIALIZED = [
     "smoothing_weight",
     "target_weight",
     "z_loss_weight",
+    "row_scale_ptr",
+    "row_scale_stride_outer",
+    "row_scale_stride_inner",
+    "scale",
+    "scale_rest",
     *OUTPUT_POINTERS,
 ]
 
 
 @triton.jit
-def max_of_parts(m_ptr, z_y_ptr, part_stride, n_parts, mask, BLOCK_N: tl.constexpr):
-    """m and z_y of whole rows, [BLOCK_N]; idle lanes load what keeps them finite, here and below."""
+def max_of_parts(m_ptr, u_y_ptr, part_stride, n_parts, mask, BLOCK_N: tl.constexpr):
+    """m and u_y of whole rows, [BLOCK_N]; idle lanes load what keeps them finite, here and below."""
     m = tl.full([BLOCK_N], -float("inf"), dtype=tl.float32)
-    z_y = tl.full([BLOCK_N], -float("inf"), dtype=tl.float32)
+    u_y = tl.full([BLOCK_N], -float("inf"), dtype=tl.float32)
     for _ in range(n_parts):
         m = tl.maximum(m, tl.load(m_ptr, mask=mask, other=0.0))
-        z_y = tl.maximum(z_y, tl.load(z_y_ptr, mask=mask, other=0.0))
+        u_y = tl.maximum(u_y, tl.load(u_y_ptr, mask=mask, other=0.0))
         m_ptr += part_stride
-        z_y_ptr += part_stride
-    return m, z_y
+        u_y_ptr += part_stride
+    return m, u_y
 
 
 @triton.jit
@@ -52,6 +58,7 @@ def sums_of_parts(
     part_stride,
     n_parts,
     mask,
+    scale,  # see `split_scale`; None: 1
     HAS_SMOOTHING: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
@@ -78,7 +85,7 @@ def sums_of_parts(
     argmax = tl.full([BLOCK_N], NO_COLUMN, dtype=tl.int32)
     for _ in range(n_parts):
         m_part = tl.load(m_ptr, mask=mask, other=0.0)
-        weight = exp_weight(m_part - m).to(SUM)
+        weight = exp_weight(m_part - m, scale).to(SUM)
         d_part = tl.load(d_ptr, mask=mask, other=1.0).to(SUM)
         d += weight * d_part
         m_ptr += part_stride
@@ -91,7 +98,7 @@ def sums_of_parts(
             s_ptr += part_stride
             columns_ptr += part_stride
         if HAS_ENTROPY:
-            t += weight * lower(tl.load(t_ptr, mask=mask, other=0.0).to(SUM), d_part, m_part - m)
+            t += weight * lower(tl.load(t_ptr, mask=mask, other=0.0).to(SUM), d_part, m_part - m, scale)
             t_ptr += part_stride
         if HAS_ARGMAX:
             column = tl.load(argmax_ptr, mask=mask, other=0)
@@ -109,6 +116,7 @@ def merge_statistics_kernel(
     loss_ptr,  # [..] float32, contiguous
     saved_ptr,  # [2 or 3, N] float32: m, d, [t] of the whole row
     # of some calls, else None
+    row_scale_ptr,  # [..] float32
     log_probs_ptr,  # [..] float32, contiguous, as the next three
     entropy_ptr,
     lse_ptr,
@@ -126,6 +134,10 @@ def merge_statistics_kernel(
     smoothing_weight: tl.float32,  # a'
     target_weight: tl.float32,  # 1 - a'
     z_loss_weight,  # w; None: 0
+    row_scale_stride_outer: tl.int64,
+    row_scale_stride_inner: tl.int64,
+    scale,  # of all rows; None: 1, or `row_scale_ptr`
+    scale_rest,  # what float32 leaves of it, or None
     # constants
     HAS_INNER: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
@@ -137,9 +149,14 @@ def merge_statistics_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = rows < n_rows
     m_ptr = gathered_ptr + rows
+    if row_scale_ptr is not None:
+        row_scale_ptrs = at_row(row_scale_ptr, rows, inner, row_scale_stride_outer, row_scale_stride_inner, HAS_INNER)
+        scale = tl.load(row_scale_ptrs, mask=mask_n, other=1.0)
+    if scale is not None:
+        scale = split_scale(scale, scale_rest)
     FIELDS: tl.constexpr = 3 + 2 * HAS_SMOOTHING + HAS_ENTROPY + HAS_ARGMAX
     part_stride = field_stride * FIELDS
-    m, z_y = max_of_parts(m_ptr, m_ptr + 2 * field_stride, part_stride, n_parts, mask_n, BLOCK_N)
+    m, u_y = max_of_parts(m_ptr, m_ptr + 2 * field_stride, part_stride, n_parts, mask_n, BLOCK_N)
     d, s, t, argmax = sums_of_parts(
         m,
         m_ptr,
@@ -147,6 +164,7 @@ def merge_statistics_kernel(
         part_stride,
         n_parts,
         mask_n,
+        scale,
         HAS_SMOOTHING,
         HAS_ENTROPY,
         HAS_ARGMAX,
@@ -156,11 +174,12 @@ def merge_statistics_kernel(
     target_ptrs = at_row(target_ptr, rows, inner, target_stride_outer, target_stride_inner, HAS_INNER)
     target = tl.load(target_ptrs, mask=mask_n, other=0).to(tl.int64)
     weights = (smoothing_weight, target_weight, z_loss_weight)
-    loss = row_loss(m, d, z_y, s, target, classes, ignore_index, weights, HAS_SMOOTHING)
+    max_z, from_max, s, t = of_z(m, u_y, s, t, scale)
+    loss = row_loss(max_z, from_max, d, s, target, classes, ignore_index, weights, HAS_SMOOTHING)
     tl.store(loss_ptr + rows, loss, mask=mask_n)
     tl.store(saved_ptr + rows, m, mask=mask_n)
     tl.store(saved_ptr + field_stride + rows, d, mask=mask_n)
     if HAS_ENTROPY:
         tl.store(saved_ptr + 2 * field_stride + rows, t, mask=mask_n)
     pointers = log_probs_ptr, entropy_ptr, lse_ptr, z_loss_ptr, predictions_ptr
-    store_outputs(pointers, rows, mask_n, m, d, z_y, t, argmax, target, classes, ignore_index, z_loss_weight)
+    store_outputs(pointers, rows, mask_n, max_z, from_max, d, t, argmax, target, classes, ignore_index, z_loss_weight)

@@ -12,24 +12,36 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def exp_weight(x):
-    """exp(x) of x <= 0, -inf included, to about one unit in the last place.
+def clamped(x, scale):
+    """A difference of u, no lower than where its exponential is 0: an infinite one times 0 would be NaN."""
+    lowest = -200.0 if scale is None else -200.0 * scale[4]
+    return tl.maximum(x, lowest)
+
+
+@triton.jit
+def exp_weight(x, scale):
+    """exp(a x) of x <= 0, -inf included, to about one unit in the last place; `scale` as `transform.split_scale` gives.
 
     exp2(x * log2(e)) alone is off by |x| * 8e-8, in the same direction for every term that is weighed alike. What the
     product lost by rounding, and log2(e) by being a float32, is put back to first order.
     """
-    x = tl.maximum(x, -200.0)
-    exponent = x * LOG2_E
-    rest = tl.fma(x, tl.full(x.shape, LOG2_E, tl.float32), -exponent) + x * LOG2_E_REST
+    x = clamped(x, scale)
+    if scale is None:
+        exponent = x * LOG2_E
+        rest = tl.fma(x, tl.full(x.shape, LOG2_E, tl.float32), -exponent) + x * LOG2_E_REST
+    else:
+        _, _, high, low, _ = scale
+        exponent = x * high
+        rest = tl.fma(x, tl.zeros_like(x) + high, -exponent) + x * low
     power = tl.exp2(exponent)
     return power + power * (rest * LN_2)
 
 
 @triton.jit
 def row_loss(
-    m,
+    m,  # max z
+    from_max,  # z_y - m
     d,
-    z_y,
     s,
     target,
     classes,  # V
@@ -37,10 +49,9 @@ def row_loss(
     weights,  # a', 1 - a', w or None
     HAS_SMOOTHING: tl.constexpr,
 ):
-    """Loss of rows from the statistics of all their columns; float32, of the shape of `m`."""
+    """Loss of rows from the statistics of all their columns, of z; float32, of the shape of `m`."""
     smoothing_weight, target_weight, z_loss_weight = weights
     log_d = tl.log(d)
-    from_max = z_y - m
     loss = log_d - from_max
     if HAS_SMOOTHING:
         mean_part = log_d - tl.div_rn(s, classes.to(tl.float32))

@@ -17,9 +17,9 @@ def store_outputs(
     pointers,  # of log_probs, entropy, lse, z_loss, predictions; None: not asked for
     rows,
     mask,
-    m,
+    m,  # max z
+    from_max,  # z_y - m
     d,
-    z_y,
     t,
     argmax,
     target,
@@ -31,7 +31,7 @@ def store_outputs(
     log_probs_ptr, entropy_ptr, lse_ptr, z_loss_ptr, predictions_ptr = pointers
     log_d = tl.log(d)
     if log_probs_ptr is not None:
-        tl.store(log_probs_ptr + rows, of_target((z_y - m) - log_d, target, classes, ignore_index), mask=mask)
+        tl.store(log_probs_ptr + rows, of_target(from_max - log_d, target, classes, ignore_index), mask=mask)
     if entropy_ptr is not None:
         tl.store(entropy_ptr + rows, of_target(log_d - tl.div_rn(t, d), target, classes, ignore_index), mask=mask)
     # Also of a row that is -inf throughout, as its loss.

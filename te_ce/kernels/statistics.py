@@ -8,6 +8,7 @@ import triton.language as tl
 from te_ce.kernels.numerics import row_loss
 from te_ce.kernels.outputs import OUTPUT_POINTERS, store_outputs
 from te_ce.kernels.rows import at_row
+from te_ce.kernels.transform import of_z, split_scale
 from te_ce.kernels.walk import span_statistics
 
 UNSPECIALIZED = [
@@ -28,6 +29,7 @@ UNSPECIALIZED = [
     "ignore_index",
     "softcap",
     "scale",
+    "scale_rest",
 ]
 
 
@@ -37,7 +39,7 @@ def store_statistics(
     n_rows,  # between fields
     m,
     d,
-    z_y,
+    u_y,
     s,
     columns,
     t,
@@ -50,7 +52,7 @@ def store_statistics(
     """The fields that the problem has, in their order."""
     tl.store(out_ptr, m, mask=mask)
     tl.store(out_ptr + n_rows, d, mask=mask)
-    tl.store(out_ptr + 2 * n_rows, z_y, mask=mask)
+    tl.store(out_ptr + 2 * n_rows, u_y, mask=mask)
     if HAS_SMOOTHING:
         tl.store(out_ptr + 3 * n_rows, s, mask=mask)
         tl.store(out_ptr + 4 * n_rows, columns, mask=mask)
@@ -68,7 +70,7 @@ def row_statistics_kernel(
     logits_ptr,  # [.., V_local] float32, bfloat16 or float16
     target_ptr,  # [..] int64 or int32
     # output
-    stats_ptr,  # [PARTS, fields, N] float32: m, d, z_y, [s, columns], [t], [argmax, an int32]
+    stats_ptr,  # [PARTS, fields, N] float32: m, d, u_y, [s, columns], [t], [argmax, an int32]
     # of some calls, else None
     row_scale_ptr,  # [..] float32
     # sizes
@@ -86,6 +88,7 @@ def row_statistics_kernel(
     ignore_index: tl.int64,
     softcap,  # None: no softcap
     scale,  # of all rows; None: 1, or `row_scale_ptr`
+    scale_rest,  # what float32 leaves of it, or None
     # constants
     HAS_INNER: tl.constexpr,
     HAS_EDGES: tl.constexpr,
@@ -99,7 +102,9 @@ def row_statistics_kernel(
     row, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     if row_scale_ptr is not None:
         scale = tl.load(at_row(row_scale_ptr, row, inner, row_scale_stride_outer, row_scale_stride_inner, HAS_INNER))
-    _, m, d, z_y, s, columns, t, argmax = span_statistics(
+    if scale is not None:
+        scale = split_scale(scale, scale_rest)
+    _, m, d, u_y, s, columns, t, argmax = span_statistics(
         at_row(logits_ptr, row, inner, logits_stride_outer, logits_stride_inner, HAS_INNER),
         at_row(target_ptr, row, inner, target_stride_outer, target_stride_inner, HAS_INNER),
         part,
@@ -119,7 +124,7 @@ def row_statistics_kernel(
     )
     FIELDS: tl.constexpr = 3 + 2 * HAS_SMOOTHING + HAS_ENTROPY + HAS_ARGMAX
     out_ptr = stats_ptr + part * (FIELDS * n_rows) + row
-    store_statistics(out_ptr, n_rows, m, d, z_y, s, columns, t, argmax, HAS_SMOOTHING, HAS_ENTROPY, HAS_ARGMAX)
+    store_statistics(out_ptr, n_rows, m, d, u_y, s, columns, t, argmax, HAS_SMOOTHING, HAS_ENTROPY, HAS_ARGMAX)
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "loss_ptr", "saved_ptr", "z_loss_weight", *OUTPUT_POINTERS])
@@ -152,6 +157,7 @@ def row_loss_kernel(
     ignore_index: tl.int64,
     softcap,  # None: no softcap
     scale,  # of all rows; None: 1, or `row_scale_ptr`
+    scale_rest,  # what float32 leaves of it, or None
     smoothing_weight: tl.float32,  # a'
     target_weight: tl.float32,  # 1 - a'
     z_loss_weight,  # w; None: 0
@@ -167,7 +173,9 @@ def row_loss_kernel(
     row = tl.program_id(0)
     if row_scale_ptr is not None:
         scale = tl.load(at_row(row_scale_ptr, row, inner, row_scale_stride_outer, row_scale_stride_inner, HAS_INNER))
-    target, m, d, z_y, s, _, t, argmax = span_statistics(
+    if scale is not None:
+        scale = split_scale(scale, scale_rest)
+    target, m, d, u_y, s, _, t, argmax = span_statistics(
         at_row(logits_ptr, row, inner, logits_stride_outer, logits_stride_inner, HAS_INNER),
         at_row(target_ptr, row, inner, target_stride_outer, target_stride_inner, HAS_INNER),
         0,
@@ -186,11 +194,12 @@ def row_loss_kernel(
         THREADS,
     )
     weights = (smoothing_weight, target_weight, z_loss_weight)
-    loss = row_loss(m, d, z_y, s, target, real_columns, ignore_index, weights, HAS_SMOOTHING)
+    max_z, from_max, s, t = of_z(m, u_y, s, t, scale)
+    loss = row_loss(max_z, from_max, d, s, target, real_columns, ignore_index, weights, HAS_SMOOTHING)
     tl.store(loss_ptr + row, loss)
     tl.store(saved_ptr + row, m)
     tl.store(saved_ptr + n_rows + row, d)
     if HAS_ENTROPY:
         tl.store(saved_ptr + 2 * n_rows + row, t)
     pointers = log_probs_ptr, entropy_ptr, lse_ptr, z_loss_ptr, predictions_ptr
-    store_outputs(pointers, row, None, m, d, z_y, t, argmax, target, real_columns, ignore_index, z_loss_weight)
+    store_outputs(pointers, row, None, max_z, from_max, d, t, argmax, target, real_columns, ignore_index, z_loss_weight)

@@ -3,6 +3,7 @@
 Every thread keeps statistics of its own columns, so that no two threads meet before the last block: its max m, a
 reference r that the max may exceed by SLACK before it follows, and the sum of exp(z - r). Following seldom keeps the
 rounding of a rescaling out of the sum: each one that happens weighs what was summed before by less than exp(-SLACK).
+Under a scale all of it is kept in u, z = a u, see `transform`.
 
 The sum of a confident row is the 1 of its max and many small terms, which rounding at 1 would lose to one side: blocks
 are summed by pairs, and added up with compensation (Kahan 1965). At the end the sum is divided by the max's own term,
@@ -40,9 +41,25 @@ SPLIT = tl.constexpr(196608.0)
 
 
 @triton.jit
-def shifted_exp(x):
-    """exp(x) * 2^SHIFT; the same for equal x, wherever it is called."""
-    return tl.exp2(x * LOG2_E + SHIFT)
+def shifted_exp(x, scale):
+    """exp(a x) * 2^SHIFT; the same for equal x, wherever it is called."""
+    if scale is None:
+        exponent = x * LOG2_E + SHIFT
+    else:
+        _, _, high, low, _ = scale
+        exponent = x * high + (x * low + SHIFT)
+    return tl.exp2(exponent)
+
+
+@triton.jit
+def _rescaling(x, scale):
+    """exp(a x)"""
+    if scale is None:
+        exponent = x * LOG2_E
+    else:
+        _, _, high, low, _ = scale
+        exponent = x * high + x * low
+    return tl.exp2(exponent)
 
 
 @triton.jit
@@ -70,22 +87,22 @@ def _add_block(
 ):
     """Statistics of the threads' columns so far, and of one more block of them."""
     m, r, d, lost, s, n, t, t_lost, best, best_at = state
-    z = masked_transform(as_float32(block, UNROLL, THREADS, VEC), mask, softcap, scale)
-    block_m = tl.max(tl.max(z, axis=2), axis=0)
+    u = masked_transform(as_float32(block, UNROLL, THREADS, VEC), mask, softcap, scale)
+    block_m = tl.max(tl.max(u, axis=2), axis=0)
     new_m = tl.maximum(m, block_m)
     if HAS_ARGMAX:
         best_at = tl.where(block_m > best, at, best_at)
         best = tl.maximum(best, block_m)
-    new_r = tl.where(new_m > r + SLACK, new_m, r)
+    new_r = tl.where(new_m > r + (SLACK if scale is None else SLACK * scale[4]), new_m, r)
     # While every logit so far is -inf there is no max to subtract: -inf - -inf would be NaN.
     base = tl.where(new_r == -float("inf"), 0.0, new_r)
-    rescale = tl.exp2((r - base) * LOG2_E)
-    x = z - base[None, :, None]
-    exp = shifted_exp(x)
+    rescale = _rescaling(r - base, scale)
+    x = u - base[None, :, None]
+    exp = shifted_exp(x, scale)
     term = sum_by_pairs(exp, UNROLL, THREADS, VEC) - lost * rescale
     if HAS_ENTROPY:
-        t_term = sum_by_pairs(weighed_logarithm(x, exp), UNROLL, THREADS, VEC) - t_lost * rescale
-        lowered = lower(t, d, r - base) * rescale
+        t_term = sum_by_pairs(weighed_logarithm(x, exp, scale), UNROLL, THREADS, VEC) - t_lost * rescale
+        lowered = lower(t, d, r - base, scale) * rescale
         t = lowered + t_term
         t_lost = (t - lowered) - t_term
     d = d * rescale
@@ -101,14 +118,14 @@ def _add_block(
 
 
 @triton.jit
-def _begin(m, n, first):
+def _begin(m, n, first, scale):
     """Statistics of threads that have one column or none, as they are carried from block to block."""
     x = m - tl.where(m == -float("inf"), 0.0, m)
     zero = tl.zeros_like(m)
     return (
         m,  # max
         m,  # r
-        shifted_exp(x),  # d
+        shifted_exp(x, scale),  # d
         zero,  # what d holds too much
         tl.where(n > 0.0, x, 0.0),  # s
         n,  # columns; the last block's are not counted
@@ -131,15 +148,15 @@ def _load_edges(
     THREADS: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """The columns outside of whole vectors, one a thread: z, which threads have one, which column it is."""
+    """The columns outside of whole vectors, one a thread: u, which threads have one, which column it is."""
     lane = tl.arange(0, THREADS)
     after = head + body + lane - VEC
     in_head = (lane < head) & (lane < real_columns)
     in_tail = (lane >= VEC) & (after < real_columns)
     edge = is_last & (in_head | in_tail)
     column = tl.where(in_head, lane, after)
-    z = tl.load(row_ptr + column, mask=edge, other=-float("inf")).to(tl.float32)
-    return masked_transform(z, edge, softcap, scale), edge, column
+    x = tl.load(row_ptr + column, mask=edge, other=-float("inf")).to(tl.float32)
+    return masked_transform(x, edge, softcap, scale), edge, column
 
 
 @triton.jit
@@ -152,7 +169,7 @@ def span_statistics(
     real_columns,  # K
     ignore_index,
     softcap,  # None: no softcap
-    scale,  # None: 1
+    scale,  # see `split_scale`; None: 1
     HAS_SMOOTHING: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
@@ -161,7 +178,7 @@ def span_statistics(
     UNROLL: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """Statistics of one part of a row: target, and m, d, z_y, s, number of columns, t, argmax, as scalars.
+    """Statistics of one part of a row: target, and m, d, u_y, s, number of columns, t, argmax, as scalars.
 
     Nothing but its first block is read of an ignored row, whose statistics nobody uses, unless the argmax is asked for.
     """
@@ -179,8 +196,8 @@ def span_statistics(
 
     target = tl.load(target_ptr).to(tl.int64)
     owned = (part == 0) & (target >= start) & (target < start + real_columns)
-    z_y = tl.load(row_ptr + tl.where(owned, target - start, 0), mask=owned, other=-float("inf")).to(tl.float32)
-    z_y = masked_transform(z_y, owned, softcap, scale)
+    u_y = tl.load(row_ptr + tl.where(owned, target - start, 0), mask=owned, other=-float("inf")).to(tl.float32)
+    u_y = masked_transform(u_y, owned, softcap, scale)
     if not HAS_ARGMAX:
         stop = tl.where(target == ignore_index, first, stop)
 
@@ -189,7 +206,7 @@ def span_statistics(
     if HAS_EDGES:
         m, edge, _ = _load_edges(row_ptr, head, body, real_columns, part == PARTS - 1, softcap, scale, THREADS, VEC)
         n = edge.to(tl.float32)
-    state = _begin(m, n, first)
+    state = _begin(m, n, first, scale)
 
     at = first
     for next_at in range(first + BLOCK, stop, BLOCK):
@@ -206,8 +223,8 @@ def span_statistics(
 
     row_m = tl.max(m, axis=0)
     base = tl.where(row_m == -float("inf"), 0.0, row_m)
-    one = tl.where(m == -float("inf"), SHIFTED_ONE, shifted_exp(m - tl.where(r == -float("inf"), 0.0, r)))
-    row_d = sum_of_threads(tl.div_rn(d - lost, one) * exp_weight(m - base))
+    one = tl.where(m == -float("inf"), SHIFTED_ONE, shifted_exp(m - tl.where(r == -float("inf"), 0.0, r), scale))
+    row_d = sum_of_threads(tl.div_rn(d - lost, one) * exp_weight(m - base, scale))
     row_s = 0.0
     row_n = 0.0
     row_t = 0.0
@@ -218,15 +235,15 @@ def span_statistics(
         row_s = tl.sum(s + tl.where(n > 0.0, n * (r - base), 0.0), axis=0)
         row_n = tl.sum(n, axis=0)
     if HAS_ENTROPY:
-        row_t = sum_relative_to(base, t - t_lost, d - lost, m, r, one)
+        row_t = sum_relative_to(base, t - t_lost, d - lost, m, r, one, scale)
     if HAS_ARGMAX:
         column = column_of_max(body_ptr, best, best_at, row_m, stop, softcap, scale, UNROLL, THREADS, VEC)
         column = tl.where(column == NO_COLUMN, NO_COLUMN, head + column)
         if HAS_EDGES:
-            z, edge, edge_column = _load_edges(
+            u, edge, edge_column = _load_edges(
                 row_ptr, head, body, real_columns, part == PARTS - 1, softcap, scale, THREADS, VEC
             )
-            of_edges = tl.where(edge & (z == row_m), edge_column, NO_COLUMN)
+            of_edges = tl.where(edge & (u == row_m), edge_column, NO_COLUMN)
             column = tl.minimum(column, tl.min(of_edges, axis=0))
         column = tl.where(column == NO_COLUMN, NO_COLUMN, start.to(tl.int32) + column)
-    return target, row_m, row_d, z_y, row_s, row_n, row_t, column
+    return target, row_m, row_d, u_y, row_s, row_n, row_t, column

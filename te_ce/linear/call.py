@@ -64,9 +64,13 @@ class LinearCall(NamedTuple):
 def autocast_to_one_dtype(tensors: LinearTensors) -> LinearTensors:
     """Hidden, weight and bias as `torch.nn.functional.linear` would read them under the autocast that is on, if any."""
     hidden = tensors.hidden
-    if not isinstance(hidden, Tensor) or not torch.is_autocast_enabled(hidden.device.type):
+    if not isinstance(hidden, Tensor):
         return tensors
-    dtype = torch.get_autocast_dtype(hidden.device.type)
+    device = hidden.device.type
+    # The meta device, for example, has none to ask about.
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
 
     def cast(tensor: Tensor) -> Tensor:
         is_cast = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64

@@ -39,6 +39,8 @@ def check_linear_inputs(hidden: object, weight: object, bias: object, target: ob
             )
     if hidden.ndim == 0:
         raise ValueError("hidden: expected at least one dimension [.., H], got a scalar")
+    if hidden.shape[-1] == 0:
+        raise ValueError(f"hidden: expected at least 1 feature, got shape {tuple(hidden.shape)}")
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"weight: expected shape [V_local, {hidden.shape[-1]}], as hidden has {hidden.shape[-1]} features, "

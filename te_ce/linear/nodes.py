@@ -63,7 +63,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         )
         if is_differentiable:
             ctx.save_for_backward(hidden, weight, bias, target, row_scale, saved, *kept)
-            ctx.call = call
+            ctx.call, ctx.kept_is_overwritten = call, False
             ctx.set_materialize_grads(False)
         return loss, *outputs
 
@@ -80,14 +80,18 @@ class LinearCrossEntropy(torch.autograd.Function):
             batch = whole_batch(hidden, weight, bias, target, row_scale, call)
             overwrites_kept = not _graph_is_kept()
             if kept and overwrites_kept:
-                # Before the first write: a backward that is interrupted and tried again must raise.
+                # Before the first write: a backward that is interrupted and tried again must raise. Where hooks have
+                # what is saved, the versions are not looked at.
+                if ctx.kept_is_overwritten:
+                    raise RuntimeError("a backward of the linear loss was interrupted, and the logits it kept are lost")
+                ctx.kept_is_overwritten = True
                 torch.autograd.graph.increment_version(kept)
             of_hidden, of_weight, of_bias = gradients(batch, flat, saved, kept, call, needed, overwrites_kept)
             if of_hidden is not None:
                 of_hidden = of_hidden.to(hidden.dtype).view(hidden.shape)
         results = [of_hidden, of_weight, of_bias]
         if torch.is_grad_enabled():  # create_graph=True
-            inputs = (hidden, weight, *(grad for grad in grads if grad is not None))
+            inputs = [each for each in (hidden, weight, bias, *grads) if each is not None]
             results = [None if each is None else forbid_second_derivative(each, *inputs) for each in results]
         return (*results, None, None, None, None)
 

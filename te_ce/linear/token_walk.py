@@ -89,7 +89,7 @@ def _gradient_in_place(
         loss, saved, outputs = backend.row_loss(logits, target, problem, row_scale)
     else:
         gathered = gather_statistics(backend.row_statistics(logits, target, problem, row_scale), call.group)
-        loss, saved, outputs = backend.merge_statistics(gathered, target, problem)
+        loss, saved, outputs = backend.merge_statistics(gathered, target, problem, row_scale)
     if token_weights is not None:
         backend.logits_gradient(logits, target, OutputGrads(token_weights), saved, logits, problem, row_scale)
     return loss, outputs

@@ -111,8 +111,9 @@ def row_loss(
     parts, kept = statistics(batch, call, keeps)
     if call.group is not None:
         # Ranks may have cut their columns into different numbers of chunks.
-        parts = gather_statistics(call.backend.combine_statistics(parts, call.problem), call.group)
-    return *call.backend.merge_statistics(parts, target, call.problem), kept
+        parts = gather_statistics(call.backend.combine_statistics(parts, call.problem, batch.row_scale), call.group)
+    row_scale = None if batch.row_scale is None else batch.row_scale.view(target.shape)
+    return *call.backend.merge_statistics(parts, target, call.problem, row_scale), kept
 
 
 def gradients(

@@ -74,9 +74,8 @@ class WeightedLinearCrossEntropy(torch.autograd.Function):
             factor = grad_loss / divisor
             results = [_scaled(total, factor, of, call) for total, of in zip(sums, (hidden, weight, bias), strict=True)]
         if torch.is_grad_enabled():  # create_graph=True
-            results = [
-                None if each is None else forbid_second_derivative(each, hidden, weight, grad_loss) for each in results
-            ]
+            inputs = [each for each in (hidden, weight, bias, grad_loss) if each is not None]
+            results = [None if each is None else forbid_second_derivative(each, *inputs) for each in results]
         return (*results, None, None, None, None, None)
 
 

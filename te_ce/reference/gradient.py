@@ -9,7 +9,16 @@ from torch import Tensor
 
 from te_ce.outputs import OutputGrads
 from te_ce.problem import ShardProblem
-from te_ce.reference.rows import is_class, local_target, real_columns, slices, transform
+from te_ce.reference.rows import (
+    Scale,
+    is_class,
+    local_target,
+    real_columns,
+    slices,
+    split_scale,
+    times_size,
+    transform,
+)
 
 
 class _Coefficients(NamedTuple):
@@ -32,8 +41,8 @@ def logits_gradient(
 ) -> None:
     """Write the gradient of this shard's logits, rounded once.
 
-    dx_i = dz_i scale (1 - tanh^2(x_i / cap)), dz_i = p_i (A - E (z_i - lse)) - C - B [i = y], p_i = exp(z_i - m) / d,
-    A = g (1 + 2 w lse) + g_lse - g_lp - g_H H, B = g (1 - a') - g_lp, C = g a'/V, E = g_H
+    dx_i = dz_i scale (1 - tanh^2(x_i / cap)), dz_i = p_i (A - E (z_i - lse)) - C - B [i = y],
+    p_i = exp(z_i - max z) / d, A = g (1 + 2 w lse) + g_lse - g_lp - g_H H, B = g (1 - a') - g_lp, C = g a'/V, E = g_H
 
     Args:
         logits: [.., V_local], as in the forward pass.
@@ -49,13 +58,14 @@ def logits_gradient(
     for rows, index in slices(logits):
         y, of_rows = target[rows], saved[:, rows]
         upstream = OutputGrads(*(None if grad is None else grad[rows] for grad in given))
-        scale = None if row_scale is None else row_scale[rows]
-        z, tanh = transform(real_columns(logits[index], problem), problem, scale)
-        grad = _shard_gradient(z, y, upstream, of_rows, problem)
+        of_row = None if row_scale is None else row_scale[rows]
+        scale = split_scale(problem, of_row, logits.device)
+        u, tanh = transform(real_columns(logits[index], problem), problem, scale)
+        grad = _shard_gradient(u, y, upstream, of_rows, problem, scale)
         if tanh is not None:
             grad *= tanh.square_().neg_().add_(1.0)
-        if scale is not None:
-            grad *= scale[:, None]
+        if of_row is not None:
+            grad *= of_row[:, None]
         elif problem.scale != 1.0:
             grad *= problem.scale
         grad[~is_class(y, problem)] = torch.nan
@@ -65,11 +75,15 @@ def logits_gradient(
         part[..., problem.real_columns :] = 0.0
 
 
-def _shard_gradient(z: Tensor, y: Tensor, grads: OutputGrads, saved: Tensor, problem: ShardProblem) -> Tensor:
-    """dz [rows, K]; `z` is lost."""
+def _shard_gradient(
+    u: Tensor, y: Tensor, grads: OutputGrads, saved: Tensor, problem: ShardProblem, scale: Scale | None
+) -> Tensor:
+    """dz [rows, K]; `u` is lost."""
     m, d = saved[0], saved[1]
-    of = _coefficients(grads, saved, problem)
-    from_max = z.sub_(m[:, None])
+    of = _coefficients(grads, saved, problem, scale)
+    from_max = u.sub_(m[:, None])
+    if scale is not None:
+        from_max.mul_(scale.size[:, None])
     if of.e is None:
         grad = from_max.exp_().mul_((of.a / d)[:, None])
     else:
@@ -86,8 +100,8 @@ def _shard_gradient(z: Tensor, y: Tensor, grads: OutputGrads, saved: Tensor, pro
     return grad
 
 
-def _coefficients(grads: OutputGrads, saved: Tensor, problem: ShardProblem) -> _Coefficients:
-    m, d = saved[0], saved[1]
+def _coefficients(grads: OutputGrads, saved: Tensor, problem: ShardProblem, scale: Scale | None) -> _Coefficients:
+    m, d = times_size(saved[0], scale), saved[1]
     a = b = torch.zeros_like(m)
     c = None
     if grads.loss is not None:

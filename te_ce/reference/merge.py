@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_ce.problem import ShardProblem
-from te_ce.reference.rows import is_class
+from te_ce.reference.rows import Scale, is_class, split_scale, times_size
 from te_ce.reference.statistics import INTEGERS, row_statistics
 
 
@@ -17,7 +17,7 @@ class _Merged(NamedTuple):
 
     m: Tensor
     d: Tensor
-    z_y: Tensor
+    u_y: Tensor
     s: Tensor | None
     t: Tensor | None
     argmax: Tensor | None
@@ -27,41 +27,45 @@ def row_loss(
     logits: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """`merge_statistics` of `row_statistics`, where one rank holds the whole vocabulary."""
-    return merge_statistics(row_statistics(logits, target, problem, row_scale), target, problem)
+    return merge_statistics(row_statistics(logits, target, problem, row_scale), target, problem, row_scale)
 
 
 def merge_statistics(
-    gathered: Tensor, target: Tensor, problem: ShardProblem
+    gathered: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Merge the statistics of all parts of all shards, in their order, into the loss of every row.
 
-    L = (1 - a') (log d - (z_y - m)) + a' (log d - s/V) + w (m + log d)^2. Ignored rows give 0, targets that are no
-    class NaN, also among the outputs; but the predictions are those of the logits.
+    L = (1 - a') (log d - (z_y - max z)) + a' (log d - s/V) + w (max z + log d)^2, where max z = |scale| m and
+    z_y - max z = |scale| (u_y - m). Ignored rows give 0, targets that are no class NaN, also among the outputs; but the
+    predictions are those of the logits.
 
     Args:
         gathered: [parts, fields, N], those of rank 0 first.
         target: [..], int64 or int32, global ids.
+        row_scale: [..] float32, that of the statistics; None: `problem.scale`.
 
     Returns:
         loss [..]; saved [saved_fields, N], what the gradient needs: m, d, and with the entropy t; and `problem.outputs`
         [..] in their order.
     """
     shape, target = target.shape, target.reshape(-1).long()
-    row = _merge(gathered, problem)
+    scale = split_scale(problem, None if row_scale is None else row_scale.reshape(-1), gathered.device)
+    row = _merge(gathered, problem, scale)
+    s, t = (None if field is None else times_size(field, scale) for field in (row.s, row.t))
     log_d = row.d.log()
-    from_max = row.z_y - row.m
+    from_max = times_size(row.u_y - row.m, scale)
     loss = log_d - from_max
-    if row.s is not None:
-        loss = problem.target_weight * loss + problem.smoothing_weight * (log_d - row.s / problem.classes)
+    if s is not None:
+        loss = problem.target_weight * loss + problem.smoothing_weight * (log_d - s / problem.classes)
         # Weights of both signs, or 0, would make NaN of a target that costs infinity.
         loss = torch.where((from_max == -torch.inf) & (row.d > 0), torch.inf, loss)
-    lse = row.m + log_d
+    lse = times_size(row.m, scale) + log_d
     z_loss = problem.z_loss_weight * lse * lse
     if problem.z_loss_weight:
         loss = loss + z_loss
     values = {"log_probs": from_max - log_d, "lse": lse, "z_loss": z_loss}
-    if row.t is not None:
-        values["entropy"] = log_d - row.t / row.d
+    if t is not None:
+        values["entropy"] = log_d - t / row.d
 
     def of_target(value: Tensor) -> Tensor:
         value = torch.where(is_class(target, problem), value, torch.nan)
@@ -76,18 +80,21 @@ def merge_statistics(
             outputs.append(row.argmax.new_empty(shape).copy_(row.argmax.view(shape)))
         else:
             outputs.append(of_target(values[name]))
-    saved = [row.m, row.d] if row.t is None else [row.m, row.d, row.t]
+    saved = [row.m, row.d] if t is None else [row.m, row.d, t]
     return of_target(loss), torch.stack(saved), tuple(outputs)
 
 
-def combine_statistics(gathered: Tensor, problem: ShardProblem) -> Tensor:
+def combine_statistics(gathered: Tensor, problem: ShardProblem, row_scale: Tensor | None = None) -> Tensor:
     """Merge the statistics of parts of one shard [parts, fields, N] into those of one part, [1, fields, N].
 
     A shard without a finite logit stays the identity, where a whole row without one has no softmax.
+
+    Args:
+        row_scale: [N] float32, that of the statistics; None: `problem.scale`.
     """
-    row = _merge(gathered, problem)
+    row = _merge(gathered, problem, split_scale(problem, row_scale, gathered.device))
     is_empty = row.m == -torch.inf
-    fields = [row.m, torch.where(is_empty, 0.0, row.d), row.z_y]
+    fields = [row.m, torch.where(is_empty, 0.0, row.d), row.u_y]
     if row.s is not None:
         columns = gathered[:, 4].sum(0)
         fields += [torch.where(is_empty, torch.where(columns > 0, -torch.inf, 0.0), row.s), columns]
@@ -98,10 +105,10 @@ def combine_statistics(gathered: Tensor, problem: ShardProblem) -> Tensor:
     return torch.stack(fields)[None]
 
 
-def _merge(gathered: Tensor, problem: ShardProblem) -> _Merged:
+def _merge(gathered: Tensor, problem: ShardProblem, scale: Scale | None) -> _Merged:
     parts, part_max = range(gathered.shape[0]), gathered[:, 0]
     m = part_max.amax(0)
-    weight = torch.exp(part_max - m)
+    weight = torch.exp(times_size(part_max - m, scale))
     d = torch.zeros_like(m)
     s = torch.zeros_like(m) if problem.is_smoothed else None
     t = torch.zeros_like(m) if problem.has_entropy else None

@@ -1,8 +1,9 @@
-"""What statistics and gradient share: rows in slices, their logits as z, and which target is whose."""
+"""What statistics and gradient share: rows in slices, their logits as u, and which target is whose."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,20 +31,42 @@ def real_columns(logits: Tensor, problem: ShardProblem) -> Tensor:
     return real.to(statistics_dtype(logits), copy=True).reshape(real.shape[:-1].numel(), problem.real_columns)
 
 
-def transform(x: Tensor, problem: ShardProblem, row_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """z = scale cap tanh(x / cap) in place of x [rows, K], and tanh(x / cap) where there is a softcap.
+class Scale(NamedTuple):
+    """A scale as direction times size, [rows] each or [1] for all, in double; z = size u."""
+
+    direction: Tensor
+    size: Tensor
+
+
+def split_scale(problem: ShardProblem, row_scale: Tensor | None, device: torch.device) -> Scale | None:
+    """Sign and absolute value; None without a scale.
+
+    A scale of 0 is a direction 0 of size 1: sizes are multiplied with infinities.
 
     Args:
         row_scale: [rows], or None: `problem.scale`.
     """
+    if row_scale is None and problem.scale == 1.0:
+        return None
+    if row_scale is None:
+        row_scale = torch.full((1,), problem.scale, dtype=torch.float64, device=device)
+    scale = row_scale.double()
+    return Scale(scale.sign(), torch.where(scale == 0.0, 1.0, scale.abs()))
+
+
+def times_size(x: Tensor, scale: Scale | None) -> Tensor:
+    """A difference or sum of u [.., rows], of z; rounded once."""
+    return x if scale is None else (x * scale.size).to(x.dtype)
+
+
+def transform(x: Tensor, problem: ShardProblem, scale: Scale | None) -> tuple[Tensor, Tensor | None]:
+    """u = direction cap tanh(x / cap) in place of x [rows, K], and tanh(x / cap) where there is a softcap."""
     tanh = None
     if problem.softcap is not None:
         tanh = x.div_(problem.softcap).tanh_().clone()
         x.mul_(problem.softcap)
-    if row_scale is not None:
-        x.mul_(row_scale[:, None])
-    elif problem.scale != 1.0:
-        x.mul_(problem.scale)
+    if scale is not None:
+        x.mul_(scale.direction[:, None])
     return x, tanh
 
 

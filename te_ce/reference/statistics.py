@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from te_ce.problem import ShardProblem
-from te_ce.reference.rows import local_target, real_columns, slices, statistics_dtype, transform
+from te_ce.reference.rows import Scale, local_target, real_columns, slices, split_scale, statistics_dtype, transform
 
 # The argmax is an integer among the statistics, of as many bits.
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def row_statistics(logits: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None) -> Tensor:
-    """Statistics of every row over this shard's real columns, of z = scale cap tanh(x / cap).
+    """Statistics of every row over this shard's real columns, of u: z = scale cap tanh(x / cap) is |scale| u.
 
     Args:
         logits: [.., V_local], x, any float dtype, any strides; read once.
@@ -21,7 +21,7 @@ def row_statistics(logits: Tensor, target: Tensor, problem: ShardProblem, row_sc
         row_scale: [..] float32, the scale of each row; None: `problem.scale`.
 
     Returns:
-        [parts, fields, N], see `ShardProblem.fields`; one part, or one per block of `reproducible_tp`. z_y is -inf
+        [parts, fields, N], see `ShardProblem.fields`; one part, or one per block of `reproducible_tp`. u_y is -inf
         where the target is elsewhere. A part without columns gives the identity: -inf, 0, -inf, 0, 0, 0, and the
         largest integer. The kernels give `problem.parts` parts, and leave undefined what they give for ignored rows,
         but for max and argmax where predictions are asked for.
@@ -31,37 +31,44 @@ def row_statistics(logits: Tensor, target: Tensor, problem: ShardProblem, row_sc
     parts = problem.parts if problem.block else 1
     stats = logits.new_empty((parts, problem.fields, target.numel()), dtype=statistics_dtype(logits))
     for rows, index in slices(logits):
-        scale = None if row_scale is None else row_scale[rows]
-        z, _ = transform(real_columns(logits[index], problem), problem, scale)
-        z_y = _target_logit(z, target[rows], problem)
+        scale = split_scale(problem, None if row_scale is None else row_scale[rows], logits.device)
+        u, _ = transform(real_columns(logits[index], problem), problem, scale)
+        u_y = _target_logit(u, target[rows], problem)
         if not problem.block:
-            _span_statistics(z, 0, z_y, stats[0, :, rows], problem)
+            _span_statistics(u, 0, u_y, stats[0, :, rows], problem, scale)
             continue
         for part in range(parts):
             # A copy: how torch sums a row may depend on its strides.
             first = part * problem.block
-            _span_statistics(z[:, first : first + problem.block].clone(), first, z_y, stats[part, :, rows], problem)
-            z_y = torch.full_like(z_y, -torch.inf)
+            span = u[:, first : first + problem.block].clone()
+            _span_statistics(span, first, u_y, stats[part, :, rows], problem, scale)
+            u_y = torch.full_like(u_y, -torch.inf)
     return stats
 
 
-def _span_statistics(z: Tensor, first: int, z_y: Tensor, out: Tensor, problem: ShardProblem) -> None:
-    """Statistics of the columns [first, first + K) of a shard into `out` [fields, rows]; `z` [rows, K] is lost."""
-    columns = z.shape[1]
-    m = z.amax(-1) if columns else z.new_full(z.shape[:1], -torch.inf)
-    fields = [m, z.new_empty(0), z_y]
+def _span_statistics(
+    u: Tensor, first: int, u_y: Tensor, out: Tensor, problem: ShardProblem, scale: Scale | None
+) -> None:
+    """Statistics of the columns [first, first + K) of a shard into `out` [fields, rows]; `u` [rows, K] is lost."""
+    columns = u.shape[1]
+    m = u.amax(-1) if columns else u.new_full(u.shape[:1], -torch.inf)
+    fields = [m, u.new_empty(0), u_y]
     if problem.has_predictions:
-        argmax = (problem.start + first + z.argmax(-1)) if columns else torch.full_like(m, 0).long() + _LAST[z.dtype]
-    from_max = z.sub_(_finite_or_zero(m)[:, None])
+        argmax = (problem.start + first + u.argmax(-1)) if columns else torch.full_like(m, 0).long() + _LAST[u.dtype]
+    from_max = u.sub_(_finite_or_zero(m)[:, None])
     if problem.is_smoothed:
         fields += [_row_sum(from_max), torch.full_like(m, columns)]
-    exp = from_max.exp() if problem.has_entropy else from_max.exp_()
+    if scale is not None:
+        # In double: equal terms would all have the rounding of their product to one side.
+        exp = (from_max * scale.size[:, None]).exp_()
+    else:
+        exp = from_max.exp() if problem.has_entropy else from_max.exp_()
     fields[1] = _row_sum(exp)
     if problem.has_entropy:
         # exp(-inf) weighs -inf by 0, which would be NaN.
         fields.append(_row_sum(torch.where(exp == 0.0, 0.0, from_max * exp)))
     if problem.has_predictions:
-        fields.append(argmax.to(INTEGERS[z.dtype]).view(z.dtype))
+        fields.append(argmax.to(INTEGERS[u.dtype]).view(u.dtype))
     for number, field in enumerate(fields):
         out[number] = field
 
@@ -69,11 +76,11 @@ def _span_statistics(z: Tensor, first: int, z_y: Tensor, out: Tensor, problem: S
 _LAST = {dtype: torch.iinfo(integer).max for dtype, integer in INTEGERS.items()}
 
 
-def _target_logit(z: Tensor, target: Tensor, problem: ShardProblem) -> Tensor:
+def _target_logit(u: Tensor, target: Tensor, problem: ShardProblem) -> Tensor:
     if not problem.real_columns:
-        return z.new_full(z.shape[:1], -torch.inf)
+        return u.new_full(u.shape[:1], -torch.inf)
     owned, column = local_target(target, problem)
-    return torch.where(owned, z.gather(1, column[:, None])[:, 0], -torch.inf)
+    return torch.where(owned, u.gather(1, column[:, None])[:, 0], -torch.inf)
 
 
 def _finite_or_zero(m: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class Compiled(NamedTuple):
         return 32 * int(self.options["num_warps"])
 
 
-class _Target:
+class Target:
     """A Triton driver as far as compiling needs one. The architecture stands for the device, under which Triton keeps
     what it compiled: no real device has such an index."""
 
@@ -103,7 +103,7 @@ class _Target:
         return GPUTarget("cuda", self.arch, 32)
 
 
-class _Warmup:
+class Warmup:
     """Stands where a launcher looks for its kernel; compiles it instead of launching it."""
 
     def __init__(self, kernel: triton.JITFunction) -> None:
@@ -160,11 +160,11 @@ def _launch(name: str, case: Case) -> None:
 def compile_kernel(name: str, case: Case, kernel: triton.JITFunction | None = None) -> Compiled:
     """Compile what the launcher of `name` asks for in this case; `kernel` takes the place of the shipped one."""
     launcher = launch_gradient if name == GRADIENT else launch
-    warmup = _Warmup(kernel or getattr(launcher, name))
+    warmup = Warmup(kernel or getattr(launcher, name))
     with (
         mock.patch.object(launcher, name, warmup),
         # set_active has no inverse on a machine without a GPU.
-        mock.patch.object(driver, "_active", _Target(case.arch)),
+        mock.patch.object(driver, "_active", Target(case.arch)),
         mock.patch.object(launch_gradient, "architecture", return_value=case.arch),
     ):
         _launch(name, case)

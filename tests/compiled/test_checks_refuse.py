@@ -59,7 +59,7 @@ def test_spills_of_the_usual_tile_are_refused(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
-        (STATISTICS, "tl.store(out_ptr, m)", "tl.atomic_max(out_ptr, m)"),
+        (STATISTICS, "tl.store(out_ptr, m, mask=mask)", "tl.atomic_max(out_ptr, m)"),
         (MERGE, "tl.store(loss_ptr + rows, loss, mask=mask_n)", "tl.atomic_add(loss_ptr, tl.sum(loss, axis=0))"),
         (
             GRADIENT,

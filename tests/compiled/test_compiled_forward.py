@@ -13,7 +13,7 @@ from triton.runtime import driver
 from te_ce.kernels import launch
 from te_ce.outputs import OUTPUTS
 from te_ce.problem import REPRODUCIBLE_BLOCK, ShardProblem
-from tests.compiled.build import MERGE, ROW_LOSS, STATISTICS, Compiled, _at_a_line, _Target, _Warmup
+from tests.compiled.build import MERGE, ROW_LOSS, STATISTICS, Compiled, Target, Warmup, _at_a_line
 from tests.compiled.claims import check_no_atomics, check_row_offsets, check_wide_accesses
 from tests.compiled.resources import check_no_spills, check_registers
 
@@ -57,8 +57,8 @@ def compiled(name: str, options: Options) -> Compiled:
     logits = _at_a_line((8, 2, columns), options.dtype)
     target = torch.zeros((8, 2), dtype=torch.int64)
     row_scale = torch.ones(8, 2) if options.row_scale else None
-    warmup = _Warmup(getattr(launch, name))
-    with mock.patch.object(launch, name, warmup), mock.patch.object(driver, "_active", _Target(options.arch)):
+    warmup = Warmup(getattr(launch, name))
+    with mock.patch.object(launch, name, warmup), mock.patch.object(driver, "_active", Target(options.arch)):
         if name == MERGE:
             launch.merge_statistics(torch.zeros(2, problem.fields, 16), target, problem)
         elif name == ROW_LOSS:

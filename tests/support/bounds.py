@@ -7,8 +7,8 @@ gradient:         |error| <= half a unit in the last place of the stored dtype +
                       + |scale| (1 - tanh^2) ((2e-6 + 3e-7 |z_i - m|) p_i (A + |g_H (z_i - lse)|)
                                               + 2e-6 (|C| + B [i = y])),
                   A = |g| (1 + |2 w lse|) + |g_lse| + |g_lp| + |g_H H|,  B = |g| (1 - a') + |g_lp|,  C = g a'/V
-z:                exact, but 2^-24 |z| under a scale that is no power of two, and 4 * 2^-24 |scale cap| under a softcap.
-                  To first order, value and gradient may be wrong by as much as this error makes them.
+z:                exact, but 4 * 2^-24 |scale cap| under a softcap. To first order, value and gradient may be wrong by
+                  as much as this error makes them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _value_bound(name: str, truth: Dense, target: Tensor, options: LossOptions) 
 
 
 def check_predictions(got: Tensor, truth: Dense, options: LossOptions) -> None:
-    """The id of the largest z, or of one that is as large within the error of z; rows with NaN are left out."""
+    """The id of the largest z, or of one as large within a softcap's error; rows with NaN are left out."""
     got = got.cpu().reshape(-1)
     assert got.dtype == torch.int64
     comparable = ~truth.z.isnan().any(-1)
@@ -138,13 +138,9 @@ def gradient_bound(truth: Dense, target: Tensor, options: LossOptions, upstream:
 
 def error_of_z(truth: Dense, options: LossOptions) -> Tensor:
     """How wrong z [N, classes] may be in float32."""
-    z, scale = truth.z.abs(), truth.scale
-    error = torch.where(torch.frexp(scale.abs())[0] == 0.5, 0.0, _ROUNDING * z)
-    # A number that float32 does not hold is rounded first.
-    error = error + (scale.float().double() / scale - 1).abs() * z
-    if options.softcap is not None:
-        error = error + _TANH * (scale * options.softcap).abs()
-    return torch.where(z.isfinite(), error, 0.0)
+    if options.softcap is None:
+        return torch.zeros_like(truth.z)
+    return torch.where(truth.z.isfinite(), _TANH * (truth.scale * options.softcap).abs(), 0.0)
 
 
 class _Row:

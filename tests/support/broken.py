@@ -22,7 +22,8 @@ def _with(backend: Backend, **steps: Callable[..., Any]) -> Backend:
     changed = backend._replace(**steps)
 
     def row_loss(logits: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None) -> MergedRows:
-        return changed.merge_statistics(changed.row_statistics(logits, target, problem, row_scale), target, problem)
+        stats = changed.row_statistics(logits, target, problem, row_scale)
+        return changed.merge_statistics(stats, target, problem, row_scale)
 
     return changed._replace(row_loss=row_loss)
 
@@ -58,12 +59,14 @@ def off_target_zeroed(backend: Backend) -> Backend:
 def smoothing_over_the_shard(backend: Backend) -> Backend:
     """The smoothed mass is spread over the shard's columns as if they were the vocabulary."""
 
-    def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) -> MergedRows:
+    def merge_statistics(
+        gathered: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None
+    ) -> MergedRows:
         plain = dataclasses.replace(problem, smoothing_weight=0.0)
         a = problem.smoothing_weight
         if not a or not problem.real_columns:
-            return backend.merge_statistics(gathered, target, problem)
-        loss, saved, outputs = backend.merge_statistics(gathered[:, :3].contiguous(), target, plain)
+            return backend.merge_statistics(gathered, target, problem, row_scale)
+        loss, saved, outputs = backend.merge_statistics(gathered[:, :3].contiguous(), target, plain, row_scale)
         m, d = saved
         widths = gathered[:, 4, 0]
         rank = int(((widths.cumsum(0) - widths == problem.start) & (widths > 0)).nonzero()[0])
@@ -86,10 +89,12 @@ def smoothing_over_the_shard(backend: Backend) -> Backend:
 def doubled_reduction(backend: Backend) -> Backend:
     """Every shard's sum is added twice."""
 
-    def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) -> MergedRows:
+    def merge_statistics(
+        gathered: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None
+    ) -> MergedRows:
         gathered = gathered.clone()
         gathered[:, 1] *= 2
-        return backend.merge_statistics(gathered, target, problem)
+        return backend.merge_statistics(gathered, target, problem, row_scale)
 
     return _with(backend, merge_statistics=merge_statistics)
 
@@ -107,8 +112,8 @@ def target_shifted(backend: Backend) -> Backend:
         row_statistics=lambda logits, target, problem, row_scale=None: backend.row_statistics(
             logits, shift(target, problem), problem, row_scale
         ),
-        merge_statistics=lambda gathered, target, problem: backend.merge_statistics(
-            gathered, shift(target, problem), problem
+        merge_statistics=lambda gathered, target, problem, row_scale=None: backend.merge_statistics(
+            gathered, shift(target, problem), problem, row_scale
         ),
     )
 
@@ -156,8 +161,10 @@ def statistics_in_the_logits_dtype(backend: Backend) -> Backend:
 def through_a_rounded_lse(backend: Backend) -> Backend:
     """The loss is (m + log d) - z_y in float32, instead of log d - (z_y - m)."""
 
-    def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) -> MergedRows:
-        loss, saved, outputs = backend.merge_statistics(gathered, target, problem)
+    def merge_statistics(
+        gathered: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None
+    ) -> MergedRows:
+        loss, saved, outputs = backend.merge_statistics(gathered, target, problem, row_scale)
         m, d = saved[:2]
         m, log_d = m.view(target.shape), d.log().view(target.shape)
         moved = (m + log_d) - (m + (log_d - loss))

@@ -41,9 +41,11 @@ def _merge(
     """The backend with other statistics, or another problem, when they are merged."""
 
     def broken(backend: Backend) -> Backend:
-        def merge_statistics(gathered: Tensor, target: Tensor, problem: ShardProblem) -> MergedRows:
+        def merge_statistics(
+            gathered: Tensor, target: Tensor, problem: ShardProblem, row_scale: Tensor | None = None
+        ) -> MergedRows:
             changed, problem = change(gathered.clone(), problem)
-            return backend.merge_statistics(changed, target, problem)
+            return backend.merge_statistics(changed, target, problem, row_scale)
 
         return _with(backend, merge_statistics=merge_statistics)
 
@@ -169,3 +171,32 @@ BROKEN_WHOLE: dict[str, tuple[Callable[[Backend], Backend], Callable[[WholeCase]
     "entropy_not_moved_to_the_max": (_merge(_t_not_moved), _several_columns, 2),
     "predictions_within_the_shard": (_merge(_local_argmax), _several_columns, 2),
 }
+
+
+def z_rounded_first(backend: Backend) -> Backend:
+    """z = scale x is rounded to float32 before its max is subtracted, as in a loss on `logits * scale`; no softcap."""
+
+    def scaled(x: Tensor, problem: ShardProblem, row_scale: Tensor | None) -> Tensor:
+        return x.float() * (problem.scale if row_scale is None else row_scale[..., None])
+
+    def plain(problem: ShardProblem) -> ShardProblem:
+        return dataclasses.replace(problem, scale=1.0)
+
+    def gradient(step: GradientStep) -> None:
+        scale = step.problem.scale if step.row_scale is None else step.row_scale
+        z = scaled(step.logits, step.problem, step.row_scale)
+        grads = OutputGrads(*(None if g is None else g * scale for g in step.grads))
+        out = torch.empty_like(z)
+        backend.logits_gradient(z, step.target, grads, step.saved, out, plain(step.problem))
+        step.out.copy_(out)
+
+    return with_gradient(
+        backend,
+        gradient,
+        row_statistics=lambda logits, target, problem, row_scale=None: backend.row_statistics(
+            scaled(logits, problem, row_scale), target, plain(problem)
+        ),
+        merge_statistics=lambda gathered, target, problem, row_scale=None: backend.merge_statistics(
+            gathered, target, plain(problem)
+        ),
+    )

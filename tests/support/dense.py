@@ -46,7 +46,9 @@ def classes_of(columns: int, options: LossOptions) -> int:
 
 def transformed(x: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor]:
     """z [N, classes] = scale cap tanh(x / cap), tanh(x / cap) (0 without a cap), and scale [N, 1]."""
-    scale = torch.as_tensor(options.scale).detach().to(x.device).double().reshape(-1, 1).expand(x.shape[0], 1)
+    scale = (
+        torch.as_tensor(options.scale, dtype=torch.float64).detach().to(x.device).reshape(-1, 1).expand(x.shape[0], 1)
+    )
     if options.softcap is None:
         return scale * x, torch.zeros_like(x), scale
     tanh = (x / options.softcap).tanh()

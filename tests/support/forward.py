@@ -48,7 +48,7 @@ def run(
             backend.row_statistics(shard, target, problem, row_scale)
             for shard, problem in zip(shards, each, strict=True)
         ]
-        loss, saved, values = backend.merge_statistics(torch.cat(stats), target, each[0])
+        loss, saved, values = backend.merge_statistics(torch.cat(stats), target, each[0], row_scale)
     return Results(loss, saved, dict(zip(outputs, values, strict=True)))
 
 
@@ -90,10 +90,7 @@ def draw(
     return logits, target
 
 
-def z_error_of(options: LossOptions, logits: Tensor, row_scale: Tensor | None) -> float:
-    """Of a logit times its scale, rounded, and of the softcap as promised."""
+def z_error_of(options: LossOptions, row_scale: Tensor | None = None) -> float:
+    """Of the softcap, as promised; a scale adds none."""
     scale = abs(float(options.scale)) if row_scale is None else float(row_scale.abs().max())
-    size = float(logits.abs().max()) if options.softcap is None else options.softcap
-    if options.softcap is not None:
-        return 4 * UNIT * scale * size
-    return 0.0 if scale == 1.0 else UNIT * scale * size
+    return 0.0 if options.softcap is None else 4 * UNIT * scale * options.softcap

@@ -25,7 +25,7 @@ from te_ce.problem import ShardProblem
 
 def forget_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the next call go through the kernels that `te_ce.kernels.launch` names then."""
-    from te_ce.kernels import launch, launch_gradient, launcher
+    from te_ce.kernels import launch, launch_gradient, launch_linear, launcher
 
     monkeypatch.setattr(launcher, "_variants", {})
     for launches in (
@@ -33,6 +33,8 @@ def forget_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         launch._loss_launches,
         launch._merge_launches,
         launch_gradient._gradient_launches,
+        launch_linear._combine_launch,
+        launch_linear._scaling_launch,
     ):
         launches.cache_clear()
 

@@ -127,7 +127,7 @@ def run_whole(
     )
     results = []
     for part, problem in zip(parts, problems, strict=True):
-        loss, saved, others = backend.merge_statistics(gathered, target, problem)
+        loss, saved, others = backend.merge_statistics(gathered, target, problem, drawn.row_scale)
         out = torch.full_like(part, torch.nan)
         backend.logits_gradient(part, target, grads, saved, out, problem, drawn.row_scale)
         results.append(Result({"loss": loss, **dict(zip(outputs, others, strict=True))}, out))

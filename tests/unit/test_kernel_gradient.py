@@ -13,7 +13,7 @@ from torch import Tensor
 from te_ce import reference
 from te_ce.outputs import OutputGrads
 from te_ce.problem import ShardProblem
-from te_ce.reference.rows import real_columns, transform
+from te_ce.reference.rows import real_columns, split_scale, times_size, transform
 from tests.support.bounds import unit_in_last_place
 from tests.support.subject import Subject
 
@@ -69,7 +69,7 @@ def saved_of(drawn: Drawn, logits: Tensor) -> Tensor:
     scale = drawn.row_scale if logits.dtype != torch.float64 else double(drawn.row_scale)
     stats = reference.row_statistics(logits, drawn.target, problem, scale)
     shards = 1 if problem.real_columns == problem.classes else 2
-    return reference.merge_statistics(stats.repeat(shards, 1, 1), drawn.target, problem)[1]
+    return reference.merge_statistics(stats.repeat(shards, 1, 1), drawn.target, problem, scale)[1]
 
 
 def truth(drawn: Drawn) -> tuple[Tensor, Tensor]:
@@ -85,8 +85,10 @@ def truth(drawn: Drawn) -> tuple[Tensor, Tensor]:
         return torch.zeros(1, 1) if tensor is None else tensor.double().reshape(-1, 1).abs()
 
     row_scale = None if drawn.row_scale is None else drawn.row_scale.double().reshape(-1)
-    z, _ = transform(real_columns(logits, problem), problem, row_scale)
-    m, d, t = (field[:, None] for field in saved)
+    split = split_scale(problem, row_scale, logits.device)
+    u, _ = transform(real_columns(logits, problem), problem, split)
+    m, d, t = times_size(saved[0], split)[:, None], saved[1][:, None], saved[2][:, None]
+    z = times_size(u.t(), split).t()
     g, g_lp, g_h, g_lse = map(of_row, drawn.grads)
     lse, entropy, from_max = m + d.log(), d.log() - t / d, z - m
     weight = g * (1 + (2 * problem.z_loss_weight * lse).abs()) + g_lp + g_lse

@@ -1,0 +1,5 @@
+"""`python -m benchmarks.linear`."""
+
+from benchmarks.linear.command import main
+
+main()
