@@ -77,15 +77,12 @@ class Origin:
         return self.made
 
     def is_intact(self) -> bool:
-        """Whether nobody has changed the logits, if they were made, or asked for their gradient, as far as can be seen."""
+        """Whether nobody has changed the logits, if they were made, or asked for their gradient."""
         made = self.made
         if made is None:
             return True
-        return (
-            not made.is_inference()
-            and _state(made) == self._made_as
-            and not (made._backward_hooks or made.retains_grad)
-        )
+        is_watched = bool(made._backward_hooks) or made.retains_grad
+        return not made.is_inference() and not is_watched and _state(made) == self._made_as
 
     def gradients(self, grad: Tensor, needed: tuple[bool, bool, bool]) -> list[Tensor | None]:
         """Those of hidden, weight and bias where `needed`, from that of the logits, by the layer's own backward.

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from megatron_patch.agreement import agree_on_path
 from megatron_patch.application import Application
 from megatron_patch.config import asks_for_linear, asks_for_te_ce, asks_for_transformer_engine
-from megatron_patch.deferred import intact, plain
+from megatron_patch.deferred import DeferredLogits, intact, plain
 from megatron_patch.linear import linear_loss, report_logits
 from megatron_patch.model import ignore_negative, is_gathered, tensor_parallel_group
 from te_ce import LossOptions, vocab_parallel_cross_entropy
@@ -35,7 +35,7 @@ def make_method(original: Callable[..., Tensor], application: Application) -> Ca
             fused = intact(logits)
             agree_on_path(fused, logits, tensor_parallel_group(self), application)
             if fused:
-                return linear_loss(labels, logits, application)
+                return linear_loss(labels, cast(DeferredLogits, logits), application)
             report_logits(self, logits, application)
         logits = plain(logits)
         if application.active and _is_ours(self, logits, application):
