@@ -21,12 +21,14 @@ class Case:
         self.weight = torch.randn(V, H, requires_grad=not frozen)
         self.bias = torch.randn(V, requires_grad=True) if bias else None
         self.hidden = self.input * 1.0  # not a leaf, as in a model
-        self.made, self.siblings = 0, weakref.WeakSet()
+        self.made, self.largest, self.siblings = 0, 0, weakref.WeakSet()
         self.logits = Origin(None, self.compute, self.hidden, self.weight, self.bias, (S, B, V), self.siblings).defer()
 
     def compute(self, hidden=None):
         self.made += 1
-        return F.linear(self.hidden if hidden is None else hidden, self.weight, self.bias)
+        logits = F.linear(self.hidden if hidden is None else hidden, self.weight, self.bias)
+        self.largest = max(self.largest, logits.numel())
+        return logits
 
     def grads(self, loss):
         leaves = [leaf for leaf in (self.input, self.weight, self.bias) if leaf is not None and leaf.requires_grad]

@@ -71,6 +71,24 @@ def test_weight_that_is_passed_in():
     assert model.output_layer.weight.grad is None
 
 
+@pytest.mark.parametrize("what", ["input", "weight"])
+def test_a_layer_whose_input_changes_before_the_loss_is_an_error(what):
+    """The fused loss would be that of other logits."""
+    megatron_patch.apply()
+    model, batch, changed = ask(gpt.make_model()), gpt.make_batch(2, 8), []
+    model.output_layer.register_forward_pre_hook(lambda _, args: changed.append(args[0]))
+    changed += [model.output_layer.weight] if what == "weight" else []
+
+    def loss_method(labels, logits):
+        with torch.no_grad():
+            changed[0].mul_(2.0)
+        return type(model).compute_language_model_loss(model, labels, logits)
+
+    model.compute_language_model_loss = loss_method
+    with pytest.raises(RuntimeError, match="changed in place after the layer was called"):
+        gpt.forward(model, batch, batch.labels)
+
+
 def test_labels_by_position():
     megatron_patch.apply(strict=True)
     model, batch = ask(gpt.make_model()), gpt.make_batch(2, 8)
