@@ -16,7 +16,8 @@ from typing import Any, cast
 
 from megatron_patch.errors import PatchError
 
-_ABSENT = object()
+ABSENT = object()
+"""In the place of an attribute that a holder does not have."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,7 +27,7 @@ class Binding:
     Args:
         holder: module or class whose own `__dict__` holds the attribute.
         attribute: its name there.
-        original: the object found there, exactly as in `__dict__`.
+        original: the object found there, exactly as in `__dict__`; ABSENT where there is none, only an inherited one.
         replacement: the object to put there.
         role: why it is replaced, for `status()`.
     """
@@ -51,7 +52,7 @@ class Binding:
 
     def found(self) -> object:
         """What the binding holds now."""
-        return _own_attributes(self.holder).get(self.attribute, _ABSENT)
+        return _own_attributes(self.holder).get(self.attribute, ABSENT)
 
     def is_ours(self) -> bool:
         """Whether the binding holds the replacement now."""
@@ -60,7 +61,7 @@ class Binding:
 
 def describe(value: object) -> str:
     """Where an object comes from, for messages: its module and qualified name, else its repr."""
-    if value is _ABSENT:
+    if value is ABSENT:
         return "nothing"
     name = getattr(value, "__qualname__", None)
     return f"{getattr(value, '__module__', '?')}.{name}" if name else repr(value)[:80]
@@ -101,7 +102,7 @@ def install(bindings: list[Binding]) -> None:
     except BaseException:
         for binding in reversed(touched):
             if binding.is_ours():
-                setattr(binding.holder, binding.attribute, binding.original)
+                _put_back(binding)
         raise
 
 
@@ -110,12 +111,19 @@ def restore(bindings: list[Binding]) -> list[Binding]:
     foreign = [binding for binding in bindings if not binding.is_ours()]
     for binding in reversed(bindings):
         if binding.is_ours():
-            setattr(binding.holder, binding.attribute, binding.original)
+            _put_back(binding)
     # Modules imported meanwhile took our object from the patched module; left alone they would keep it for good.
-    for binding in bindings:
+    for binding in (binding for binding in bindings if binding.original is not ABSENT):
         for module, attribute in list(aliases(binding.replacement)):
             setattr(module, attribute, binding.original)
     return foreign
+
+
+def _put_back(binding: Binding) -> None:
+    if binding.original is ABSENT:
+        delattr(binding.holder, binding.attribute)
+    else:
+        setattr(binding.holder, binding.attribute, binding.original)
 
 
 def _own_attributes(holder: Any) -> dict[str, Any]:

@@ -13,10 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 IMPLEMENTATION = "te_ce"
+"""The loss on logits."""
+LINEAR = "te_ce_linear"
+"""The loss fused with the output layer."""
 
 
 def asks_for_te_ce(config: Any) -> bool:
-    """True if `config` asks for te_ce's loss, False if it asks for anything of Megatron's own.
+    """True if `config` asks for te_ce's loss, of either kind, False if it asks for anything of Megatron's own.
 
     Args:
         config: a TransformerConfig, or anything with its attributes.
@@ -30,17 +33,22 @@ def asks_for_te_ce(config: Any) -> bool:
         return False
     if not implementation.lower().replace("-", "_").startswith(IMPLEMENTATION):
         return False
-    if implementation != IMPLEMENTATION:
+    if implementation not in (IMPLEMENTATION, LINEAR):
         raise ValueError(
-            f'cross_entropy_fusion_impl: expected "{IMPLEMENTATION}", the only loss of te_ce that this release '
-            f'provides, got {implementation!r}; set cross_entropy_fusion_impl="{IMPLEMENTATION}"'
+            f'cross_entropy_fusion_impl: expected "{IMPLEMENTATION}" (the loss on logits) or "{LINEAR}" (fused with '
+            f"the output layer), got {implementation!r}"
         )
     if not getattr(config, "cross_entropy_loss_fusion", False):
         raise ValueError(
-            f'cross_entropy_fusion_impl="{IMPLEMENTATION}" has no effect while cross_entropy_loss_fusion is off; '
+            f'cross_entropy_fusion_impl="{implementation}" has no effect while cross_entropy_loss_fusion is off; '
             "set cross_entropy_loss_fusion=True as well"
         )
     return True
+
+
+def asks_for_linear(config: Any) -> bool:
+    """True if `config` asks for te_ce's loss fused with the output layer. Raises as `asks_for_te_ce` does."""
+    return asks_for_te_ce(config) and config.cross_entropy_fusion_impl == LINEAR
 
 
 def asks_for_transformer_engine(config: Any) -> bool:

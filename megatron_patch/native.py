@@ -20,7 +20,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_patch.wiring import Application, global_group, ignore_negative
+from megatron_patch.application import Application
+from megatron_patch.deferred import plain
+from megatron_patch.model import global_group, ignore_negative
 from te_ce import LossOptions, vocab_parallel_cross_entropy
 
 
@@ -32,7 +34,7 @@ def native_loss(
         options = dataclasses.replace(options, label_smoothing=label_smoothing, smoothing="others")
     group = global_group() if tp_group is None else tp_group
     return vocab_parallel_cross_entropy(
-        logits, ignore_negative(target, options), group=group, options=options, inplace="auto"
+        plain(logits), ignore_negative(target, options), group=group, options=options, inplace="auto"
     )
 
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from megatron_patch import bindings, seams
+from megatron_patch.application import Application
 from megatron_patch.errors import PatchError
 from megatron_patch.log import logger, say
 from megatron_patch.status import BindingStatus, Status
-from megatron_patch.wiring import Application
 from te_ce import LossOptions
 from te_ce.counters import served
 
@@ -29,8 +29,8 @@ def apply(
     replace_native: bool = False, replace_te: bool = False, options: LossOptions | None = None, strict: bool = False
 ) -> None:
     """Make Megatron know te_ce's loss. Inert until a TransformerConfig asks for it with
-    `cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te_ce"` (megatron-core 0.10 has no second field: assign
-    it to the configuration).
+    `cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te_ce"`, or "te_ce_linear" for the loss fused with the
+    output layer (megatron-core 0.10 has no second field: assign it to the configuration).
 
     Works before and after Megatron's models are imported or built. Applying again with the same arguments changes
     nothing; with others it is an error, because two parties of one process would then want different losses.
@@ -43,7 +43,8 @@ def apply(
             te_ce's loss does not have, are lifted, which is then written to the log.
         options: of te_ce, for every loss that it serves; `reduction` must be "none". None: `LossOptions()`.
         strict: raise where there would be a warning: a release of Megatron that is not known, a binding that
-            another party has changed before, a model class that overrides the loss.
+            another party has changed before, a model class that overrides the loss; and later, in training, a
+            "te_ce_linear" that cannot be had and would be served on logits.
 
     Raises:
         PatchError: Megatron is missing or too old, a symbol to replace is missing, the patch is applied with other
@@ -56,7 +57,7 @@ def apply(
         if _current is not None:
             _check_same(*_current, Application(options, bool(replace_native), bool(replace_te)), strict)
             return
-        application = Application(options, bool(replace_native), bool(replace_te))
+        application = Application(options, bool(replace_native), bool(replace_te), bool(strict))
         version = seams.megatron_version()
         planned, doubts = seams.plan(application)
         _raise_or_warn(seams.version_doubts(version) + doubts, strict)
@@ -114,6 +115,8 @@ def status() -> Status:
                 BindingStatus(b.owner, b.attribute, b.role, b.is_ours(), bindings.describe(b.found())) for b in planned
             ),
             served=served(),
+            heads={} if application is None else dict(application.heads),
+            reasons=() if application is None else tuple(application.reasons),
         )
 
 

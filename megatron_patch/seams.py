@@ -3,6 +3,8 @@
     role     binding                                                     releases
     loss     LanguageModule.compute_language_model_loss (class level)    0.10 - 0.19
     config   ModelParallelConfig.__post_init__          (class level)    0.10 - 0.19
+    call     LanguageModule.__call__, which it inherits (class level)    0.10 - 0.19
+    layer    ColumnParallelLinear.forward               (class level)    0.10 - 0.19
     native   the two _VocabParallelCrossEntropy classes by name, and     0.10 - 0.19, with replace_native only
              every module attribute that holds one of them or one of
              the two functions around them
@@ -23,10 +25,10 @@ import inspect
 import re
 from typing import Any
 
-from megatron_patch import config, native, transformer_engine, wiring
-from megatron_patch.bindings import Binding, aliases, describe
+from megatron_patch import config, native, output_layer, scope, transformer_engine, wiring
+from megatron_patch.application import Application
+from megatron_patch.bindings import ABSENT, Binding, aliases, describe
 from megatron_patch.errors import PatchError
-from megatron_patch.wiring import Application
 
 FIRST, LAST = (0, 10), (0, 19)
 """Releases of megatron-core whose wiring is known, as (major, minor)."""
@@ -51,6 +53,11 @@ LOSS_METHOD = Seam(
     (("self", "labels", "logits"),),
 )
 CONFIG_HOOK = Seam("megatron.core.model_parallel_config", "ModelParallelConfig.__post_init__", (("self",),))
+LINEAR_LAYER = Seam(
+    "megatron.core.tensor_parallel.layers",
+    "ColumnParallelLinear.forward",
+    (("self", "input_", "weight", "runtime_gather_output"),),
+)
 UNFUSED_CLASS = Seam("megatron.core.tensor_parallel.cross_entropy", "_VocabParallelCrossEntropy", _UNFUSED)
 UNFUSED_FUNCTION = Seam("megatron.core.tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy", _UNFUSED)
 FUSED_CLASS = Seam("megatron.core.fusions.fused_cross_entropy", "_VocabParallelCrossEntropy", _FUSED)
@@ -100,6 +107,7 @@ def plan(application: Application) -> tuple[list[Binding], list[str]]:
     holder, attribute, original = _find(LOSS_METHOD, doubts)
     doubts += _overriding_subclasses(holder, attribute)
     bindings = [Binding(holder, attribute, original, wiring.make_method(original, application), "loss")]
+    bindings += _linear_bindings(holder, application, doubts)
     holder, attribute, original = _find(CONFIG_HOOK, doubts)
     check = transformer_engine.without_refusal(original, application) if application.replace_te else original
     hook = config.check_after(check, lambda: application.active)
@@ -118,6 +126,18 @@ def plan(application: Application) -> tuple[list[Binding], list[str]]:
     if application.replace_te:
         bindings += _te_bindings(application, doubts) + _check_bindings(application, doubts)
     return bindings, doubts
+
+
+def _linear_bindings(models: Any, application: Application, doubts: list[str]) -> list[Binding]:
+    """What defers the logits: calls of a model, of `models` or derived, and its output layer."""
+    call = vars(models).get("__call__", ABSENT)
+    if call is not ABSENT:
+        doubts.append(f"{models.__qualname__}.__call__: expected none, found {describe(call)}")
+    holder, attribute, original = _find(LINEAR_LAYER, doubts)
+    return [
+        Binding(models, "__call__", call, scope.make_call(models, call, application), "call"),
+        Binding(holder, attribute, original, output_layer.make_forward(original, holder, application), "layer"),
+    ]
 
 
 def _te_bindings(application: Application, doubts: list[str]) -> list[Binding]:

@@ -14,7 +14,7 @@ class BindingStatus:
     Args:
         module: dotted name of the module or class that holds it.
         attribute: its name there.
-        role: "loss", "config", "native", "te" or "check".
+        role: "loss", "config", "call", "layer", "native", "te" or "check".
         ours: whether it holds our replacement now.
         found: what it holds now.
     """
@@ -42,6 +42,8 @@ class Status:
         megatron: version of megatron-core, None while it is not imported.
         bindings: what was replaced; empty while not applied.
         served: losses te_ce served in this process per implementation, whoever called it.
+        heads: losses asked for as "te_ce_linear" since `apply()`: "fused" with the output layer, or "on logits".
+        reasons: why some of them were computed on logits.
     """
 
     applied: bool
@@ -51,6 +53,8 @@ class Status:
     megatron: str | None
     bindings: tuple[BindingStatus, ...]
     served: dict[str, int]
+    heads: dict[str, int] = dataclasses.field(default_factory=dict)
+    reasons: tuple[str, ...] = ()
 
     @property
     def intact(self) -> bool:
@@ -66,4 +70,7 @@ class Status:
         lines += [f"  {binding}" for binding in self.bindings]
         counts = ", ".join(f"{name} {count}" for name, count in self.served.items())
         lines.append(f"  losses served in this process: {counts}")
+        if self.heads:
+            lines.append("  te_ce_linear: " + ", ".join(f"{name} {count}" for name, count in self.heads.items()))
+        lines += [f"    on logits, because {reason}" for reason in self.reasons]
         return "\n".join(lines)

@@ -22,9 +22,11 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_patch.application import Application
 from megatron_patch.config import asks_for_transformer_engine
+from megatron_patch.deferred import plain
 from megatron_patch.log import say
-from megatron_patch.wiring import Application, ignore_negative
+from megatron_patch.model import ignore_negative
 from te_ce import vocab_parallel_cross_entropy
 
 
@@ -41,7 +43,7 @@ def stand_in(original: Callable[..., Tensor] | None, application: Application) -
         if application.active:
             target = ignore_negative(labels, application.options)
             return vocab_parallel_cross_entropy(
-                logits, target, group=tp_group, options=application.options, inplace="auto"
+                plain(logits), target, group=tp_group, options=application.options, inplace="auto"
             )
         if original is None:
             raise RuntimeError(

@@ -23,7 +23,7 @@ _LEAST_COLUMNS = 8192
 _KEPT_IN_PARTS = 8
 
 # A chunk of tokens: every further one adds to the gradient of the whole weight.
-_TOKEN_CHUNK_BYTES = 2 << 30
+_TOKEN_CHUNK_BYTES = 5 << 29
 _LEAST_TOKENS = 512
 
 # Chunks are multiples of a GEMM's tile, and every row of a chunk begins at a multiple of so many elements.

@@ -11,7 +11,9 @@ import dataclasses
 import functools
 import warnings
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -20,9 +22,15 @@ from torch import Tensor
 with warnings.catch_warnings():  # Megatron's imports: deprecations in torch, missing Apex and Transformer Engine
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    try:
+        from megatron.core.transformer import torch_norm
+    except ImportError:  # 0.10
+        torch_norm = None
 
 VOCAB = 96  # divided by 1, 2, 3 and 4
 HIDDEN = 48
@@ -85,6 +93,8 @@ def make_config(tp: int = 1, **fields: Any):
         "persist_layer_norm": False,
         "pipeline_dtype": torch.float32,
     }
+    if "mtp_num_layers" in fields:
+        values["mtp_loss_scaling_factor"] = 0.1  # old releases have no default
     values.update(fields)
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     late = {name: values.pop(name) for name in list(values) if name not in known}
@@ -96,25 +106,55 @@ def make_config(tp: int = 1, **fields: Any):
 
 
 def make_model(tp: int = 1, tied: bool = False, parallel_output: bool = True, seed: int = 0, **fields: Any):
-    """A GPTModel with the same weights for the same seed, whatever the loss."""
+    """A GPTModel with the same weights for the same seed, whatever the loss; with heads for `mtp_num_layers` tokens."""
     torch.manual_seed(seed)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _norm_under_sequence_parallelism():
         warnings.simplefilter("ignore")
         spec = get_gpt_layer_local_spec()
         spec.submodules.self_attention.submodules.core_attention = PlainAttention
+        config, heads = make_config(tp, **fields), {}
+        if fields.get("mtp_num_layers"):
+            heads["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
         model = GPTModel(
-            config=make_config(tp, **fields),
+            config=config,
             transformer_layer_spec=spec,
+            **heads,
             vocab_size=VOCAB,
             max_sequence_length=32,
             parallel_output=parallel_output,
             share_embeddings_and_output_weights=tied,
         )
-    with torch.no_grad():  # large enough that the softmax is far from uniform
+    return enlarge(model).to(device())
+
+
+def enlarge(model: Any) -> Any:
+    """The model with a head large enough that the softmax is far from uniform."""
+    with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "output_layer" in name or "word_embeddings" in name:
                 parameter.mul_(10.0)
-    return model.to(device())
+    return model
+
+
+@contextlib.contextmanager
+def _norm_under_sequence_parallelism():
+    """Within: Megatron's wrapper gives the torch norm that it otherwise refuses to combine with it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if torch_norm is not None:
+            make = lambda cls, config, hidden_size, eps=1e-5, **_: torch.nn.LayerNorm(hidden_size, eps)  # noqa: E731
+            patch.setattr(torch_norm.WrappedTorchNorm, "__new__", make)
+        yield
+
+
+@contextlib.contextmanager
+def without_cuda():
+    """Within: what Megatron asks of CUDA is answered on the CPU. Sequence parallelism and MTP heads need it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if device().type == "cpu":
+            patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+            patch.setattr(torch.cuda, "current_stream", lambda *_: mock.MagicMock())
+            patch.setattr(random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
+        yield
 
 
 @dataclasses.dataclass(frozen=True)

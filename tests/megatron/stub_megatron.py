@@ -156,6 +156,25 @@ def _files(release: Release) -> dict[str, str]:
             """,
         "tensor_parallel/__init__.py": "from .cross_entropy import vocab_parallel_cross_entropy",
         "tensor_parallel/cross_entropy.py": _loss(unfused, "vocab_parallel_cross_entropy", unfused, unfused_arguments),
+        "tensor_parallel/layers.py": f"""
+            import torch
+
+            class ColumnParallelLinear(torch.nn.Module):
+                def __init__(self, input_size, output_size, config, group=None):
+                    super().__init__()
+                    self.config, self.input_size, self.output_size_per_partition = config, input_size, output_size
+                    self.output_size = output_size * (1 if group is None else group.size())
+                    self.weight = torch.nn.Parameter(torch.randn(output_size, input_size))
+                    self.bias = None
+                    self.gather_output = self.skip_bias_add = self.is_expert = self.explicit_expert_comm = False
+                    self.sequence_parallel = self.gradient_accumulation_fusion = False
+                    self.allreduce_dgrad = group is not None
+                    if {bool(release.holder)}:
+                        self.tp_group = group
+
+                def forward(self, input_, weight=None, runtime_gather_output=None):
+                    return torch.nn.functional.linear(input_, self.weight if weight is None else weight), None
+            """,
         "fusions/fused_cross_entropy.py": _loss(fused, "fused_vocab_parallel_cross_entropy", fused, fused),
         "model_parallel_config.py": f"""
             import warnings
@@ -218,7 +237,9 @@ def _files(release: Release) -> dict[str, str]:
             from megatron.core.models.common.language_module.language_module import LanguageModule
 
             class GPTModel(LanguageModule):
-                pass
+                def forward(self, hidden, labels=None):
+                    logits, _ = self.output_layer(hidden)
+                    return logits if labels is None else self.compute_language_model_loss(labels, logits)
             """,
     }
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from stub_megatron import RELEASES, make_model, module
 
 import megatron_patch
-from megatron_patch import native, wiring
+from megatron_patch import linear, native, wiring
 from te_ce.counters import served
 
 
@@ -63,7 +63,7 @@ def test_known_to_strict(release):
     status = megatron_patch.status()
     assert status.intact
     assert status.megatron == release.version
-    assert {b.role for b in status.bindings} == {"loss", "config", "native"}
+    assert {b.role for b in status.bindings} == {"loss", "config", "call", "layer", "native"}
 
 
 def test_flag(release):
@@ -160,6 +160,81 @@ def test_labels_are_a_view_with_the_negative_ones_ignored(release, calls):
     assert calls[0].target.flatten().tolist() == [-100, -100, 3]
     assert calls[0].target.shape == (3, 1)
     assert text.tolist() == [[1, -1, -100, 3]]
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """What the fused linear loss was called with, besides calling it, in a group of one rank."""
+    seen, real = [], linear.linear_cross_entropy_into
+
+    def record(gradient, tensors, arguments, options):
+        seen.append(types.SimpleNamespace(gradient=gradient, tensors=tensors, arguments=arguments))
+        return real(gradient, tensors, arguments._replace(group=None), options)
+
+    monkeypatch.setattr(linear, "linear_cross_entropy_into", record)
+    return seen
+
+
+LINEAR = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te_ce_linear"}
+
+
+def with_output_layer(release, group=None):
+    model = make_model(release, group, **LINEAR)
+    model.output_layer = module("tensor_parallel.layers").ColumnParallelLinear(3, 7, model.config, group)
+    return model
+
+
+def test_linear(release, fused):
+    """The layer's input and weight, not its logits; every release has its group somewhere else."""
+    megatron_patch.apply(strict=True)
+    group = FakeGroup()
+    model, labels, hidden = with_output_layer(release, group), inputs()[0], torch.randn(5, 2, 3, requires_grad=True)
+    loss = model(hidden, labels)
+    assert megatron_patch.status().heads == {"fused": 1}
+    assert fused[0].tensors.hidden is hidden
+    assert fused[0].tensors.weight is model.output_layer.weight
+    assert fused[0].arguments.group is group
+    assert not fused[0].arguments.sequence_parallel
+    assert fused[0].gradient is None
+    logits = model(hidden)
+    torch.testing.assert_close(loss.double(), dense(labels, logits), rtol=0, atol=1e-6)
+    for ours, theirs in zip(
+        torch.autograd.grad(loss.sum(), (hidden, model.output_layer.weight)),
+        torch.autograd.grad(dense(labels, logits).sum(), (hidden, model.output_layer.weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_linear_obeys_the_layer(release, fused, monkeypatch):
+    """Not the configuration: sequence parallelism is switched off on the layer where there is one rank."""
+    megatron_patch.apply(strict=True)
+    model, labels = with_output_layer(release, FakeGroup()), inputs()[0]
+    model.output_layer.sequence_parallel, model.output_layer.allreduce_dgrad = True, False
+    model.output_layer.gradient_accumulation_fusion = True
+    monkeypatch.setattr(linear, "linear_cross_entropy_into", lambda *given: fused.append(given) or labels.t().float())
+    shapes = []
+    real = megatron_patch.wiring.linear_loss
+    monkeypatch.setattr(megatron_patch.wiring, "linear_loss", lambda y, x, a: shapes.append(x.shape) or real(y, x, a))
+    model(torch.randn(3, 2, 3), labels)
+    gradient, tensors, arguments, _ = fused[0]
+    assert arguments.sequence_parallel
+    assert gradient is not None
+    assert tensors.hidden.shape == (3, 2, 3)
+    assert shapes == [(6, 2, 7)]
+
+
+def test_linear_elsewhere_is_untouched(release):
+    """Other layers, other models, other times."""
+    megatron_patch.apply(strict=True)
+    model, hidden = with_output_layer(release), torch.randn(5, 2, 3)
+    other = module("tensor_parallel.layers").ColumnParallelLinear(3, 7, model.config)
+    method = model.compute_language_model_loss
+    model.compute_language_model_loss = lambda y, x: [type(other(hidden)[0]), method(y, x)]
+    kind, _ = model(hidden, inputs()[0])
+    assert kind is torch.Tensor
+    assert type(model(hidden)) is torch.Tensor
+    assert type(model.output_layer(hidden)[0]) is torch.Tensor
 
 
 # Gathered logits: of the widths that a layer of 14 columns over 2 ranks knows, 7 is a shard.
