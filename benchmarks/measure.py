@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -31,8 +32,6 @@ WARM_UP = 3
 # A GPU at 2 GHz spins for about a millisecond; slower clocks only make it longer.
 _CYCLES_PER_MS = 2_000_000
 _LONGEST_SPIN_MS = 10.0
-# What runs in turn with others is not timed beforehand; its kernels are long.
-_TURN_SPIN_MS = 2.0
 
 
 class Timing(NamedTuple):
@@ -90,9 +89,22 @@ class Stopwatch:
         self._warm_up(function, prepare)
         return self._time(function, prepare, 0, self.runs)
 
-    def sample(self, function: Callable[[T], object], prepare: Callable[[], T]) -> float:
-        """Milliseconds of one run on the device, with the host ahead; for whoever warms up and takes turns himself."""
-        return self._time(function, prepare, int(_TURN_SPIN_MS * _CYCLES_PER_MS), 1).median
+    def sustained_ms(self, function: Callable[[None], object]) -> float:
+        """Milliseconds of a run in the middle of many, one right after the other, as in training.
+
+        A GPU at its power limit runs slower than one that has rested. The first third of the runs brings it there and
+        does not count. Caches are not emptied: for functions that read more than they hold.
+        """
+        if not on_gpu(self.device):
+            return statistics.median(self._run_on_cpu(function, lambda: None, 0) for _ in range(self.runs))
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(self.runs + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            function(None)
+            mark.record()
+        torch.cuda.synchronize()
+        samples = [float(start.elapsed_time(stop)) for start, stop in itertools.pairwise(marks)]
+        return statistics.median(samples[self.runs // 3 :])
 
     def _warm_up(self, function: Callable[[T], object], prepare: Callable[[], T]) -> float:
         host_ms = 0.0

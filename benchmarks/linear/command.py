@@ -84,10 +84,8 @@ def _parser(found_gpu: bool) -> argparse.ArgumentParser:
     usual = [name for name in LOADERS if name not in SLOW_TO_START]
     parser.add_argument("--providers", nargs="+", default=usual, choices=list(LOADERS), metavar="NAME")
     parser.add_argument("--skip", nargs="+", default=[], choices=list(LOADERS), metavar="NAME")
-    parser.add_argument(
-        "--rounds", type=int, default=15 if found_gpu else 3, help="in each of which everybody is timed"
-    )
-    parser.add_argument("--runs", type=int, default=2 if found_gpu else 1, help="of each function in a round")
+    parser.add_argument("--rounds", type=int, default=5 if found_gpu else 3, help="in each of which everybody is timed")
+    parser.add_argument("--runs", type=int, default=12 if found_gpu else 1, help="of each function in a round")
     parser.add_argument("--spread", type=float, default=SPREAD, help="standard deviation of the logits")
     parser.add_argument("--commit", help="of the code that is measured, where git can't tell")
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks_linear"), help="folder of results.csv")

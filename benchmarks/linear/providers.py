@@ -146,11 +146,22 @@ def _cut_cross_entropy(name: str, exact: bool) -> Provider:
     return Provider(name, found, mean, _of_rows(rows), _COARSE_BOUND if exact else _FILTERED_BOUND)
 
 
+# Tokens: its default.
+_QUACK_CHUNK = 4096
+
+
 def _quack(name: str, use_scaled_exp: bool | None) -> Provider:
     _needs_cuda()
     from quack.linear_cross_entropy import chunked_linear_cross_entropy as quack_chunked
 
-    mean = functools.partial(quack_chunked, reduction="mean", use_scaled_exp=use_scaled_exp)
+    def mean(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        # A chunk of as many tokens as there are features is ambiguous to its GEMM, which refuses it.
+        chunk = 2048 if hidden.shape[-1] == _QUACK_CHUNK else _QUACK_CHUNK
+        loss: Tensor = quack_chunked(
+            hidden, weight, target, reduction="mean", use_scaled_exp=use_scaled_exp, chunk_size=chunk
+        )
+        return loss
+
     # Its gradients are made in forward, of the sum or the mean.
     return Provider(name, version_of("quack-kernels"), mean, None)
 
@@ -173,6 +184,7 @@ RECOMPUTE, KEEP_ALL, TOKEN_WEIGHTS = "te_ce recompute", "te_ce keep=1.0", "te_ce
 # Names of the providers that keep more and more, in this order.
 KEEPS = [RECOMPUTE, "te_ce keep=0.25", "te_ce keep=0.5", "te_ce keep=0.75", KEEP_ALL]
 TORCH, CHUNKED = "torch, logits kept", f"chunked torch, {TOKENS} tokens"
+LIGER_CHUNKED = f"Liger's own fallback, {TOKENS} tokens"
 QUACK, VERL, CCE = "quack chunked", "verl", "CCE, filtered"
 
 # In the order of the tables.
@@ -185,7 +197,7 @@ LOADERS: dict[str, Callable[[str], Provider]] = {
     CHUNKED: _chunked,
     "Liger FLCE": functools.partial(_liger, accum_dtype=None),
     "Liger FLCE, float32 dW": functools.partial(_liger, accum_dtype=torch.float32),
-    f"Liger's own fallback, {TOKENS} tokens": _liger_chunked,
+    LIGER_CHUNKED: _liger_chunked,
     CCE: functools.partial(_cut_cross_entropy, exact=False),
     "CCE, exact": functools.partial(_cut_cross_entropy, exact=True),
     QUACK: functools.partial(_quack, use_scaled_exp=None),

@@ -1,7 +1,7 @@
 """Everybody in turn, round by round, and ratios within rounds.
 
 A GPU at its power limit drifts by some percent while it heats up: milliseconds of different minutes cannot be compared.
-In every round each function is timed once or a few times, floors included, in an order drawn anew; a ratio is the
+In every round each function runs for a while without a pause, floors included, in an order drawn anew; a ratio is the
 median over the rounds of the ratios within each.
 """
 
@@ -17,7 +17,7 @@ Timed = Callable[[object], object]
 
 
 def take_turns(functions: dict[str, Timed], watch: Stopwatch, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of every function in every round: the median of its `watch.runs` runs there."""
+    """Milliseconds of every function in every round, in the middle of its `watch.runs` runs there."""
     shuffled = random.Random(0)
     order = list(functions)
     samples: dict[str, list[float]] = {name: [] for name in functions}
@@ -25,15 +25,10 @@ def take_turns(functions: dict[str, Timed], watch: Stopwatch, rounds: int) -> di
         # Not a rotation: whoever always came after the same neighbour would always find the GPU as that one left it.
         shuffled.shuffle(order)
         for name in order:
-            runs = [watch.sample(functions[name], _nothing) for _ in range(watch.runs)]
-            samples[name].append(statistics.median(runs))
+            samples[name].append(watch.sustained_ms(functions[name]))
     return samples
 
 
 def ratio(times: Sequence[float], others: Sequence[float]) -> float:
     """Median over the rounds of time / other's time."""
     return statistics.median(time / other for time, other in zip(times, others, strict=True))
-
-
-def _nothing() -> None:
-    """Nothing to put back before a run: nobody writes to operands."""

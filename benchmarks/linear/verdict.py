@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from benchmarks.linear.floors import FOUR, THREE
 from benchmarks.linear.problem import Shape
-from benchmarks.linear.providers import CCE, CHUNKED, KEEP_ALL, KEEPS, QUACK, RECOMPUTE, TOKEN_WEIGHTS, VERL
+from benchmarks.linear.providers import CCE, KEEP_ALL, KEEPS, LIGER_CHUNKED, QUACK, RECOMPUTE, TOKEN_WEIGHTS, VERL
 from benchmarks.linear.results import MIB, samples_of, shape_of
 from benchmarks.linear.rounds import ratio
 from benchmarks.results import Row
@@ -53,7 +53,7 @@ def verdicts(rows: list[Row]) -> list[Verdict]:
         Verdict(f"{TOKEN_WEIGHTS} over {THREE}", _ratio(group, TOKEN_WEIGHTS, THREE), 1.06),
         Verdict(f"{TOKEN_WEIGHTS} over {QUACK}", _ratio(group, TOKEN_WEIGHTS, QUACK), 1.0),
         Verdict(f"{VERL} over {RECOMPUTE}", _ratio(group, VERL, RECOMPUTE), 1.4, at_least=True),
-        Verdict(f"{CHUNKED} over {RECOMPUTE}", _ratio(group, CHUNKED, RECOMPUTE), 1.75, at_least=True),
+        Verdict(f"{LIGER_CHUNKED} over {RECOMPUTE}", _ratio(group, LIGER_CHUNKED, RECOMPUTE), 1.75, at_least=True),
         Verdict(f"{CCE} over {RECOMPUTE}", _ratio(group, CCE, RECOMPUTE), 1.4, at_least=True),
         Verdict("keeping more over keeping less, largest", _largest_step(group), 1.0),
         *_memory(group, rows),

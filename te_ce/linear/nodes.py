@@ -83,7 +83,9 @@ class LinearCrossEntropy(torch.autograd.Function):
                 # Before the first write: a backward that is interrupted and tried again must raise. Where hooks have
                 # what is saved, the versions are not looked at.
                 if ctx.kept_is_overwritten:
-                    raise RuntimeError("a backward of the linear loss was interrupted, and the logits it kept are lost")
+                    raise RuntimeError(
+                        "the backward of the linear loss was interrupted, and the logits it kept are lost"
+                    )
                 ctx.kept_is_overwritten = True
                 torch.autograd.graph.increment_version(kept)
             of_hidden, of_weight, of_bias = gradients(batch, flat, saved, kept, call, needed, overwrites_kept)

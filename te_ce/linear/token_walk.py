@@ -43,33 +43,29 @@ def loss_and_gradients(
     Args:
         token_weights: w [N] float32.
     """
-    hidden, n_columns = batch.hidden, call.problem.real_columns
+    hidden, real = batch.hidden, slice(0, call.problem.real_columns)
     chunks = call.token_chunks
     sums = _empty_sums(batch, call, needed)
     rows_of_chunk = max((rows.stop - rows.start for rows in chunks), default=0)
-    memory = hidden.new_empty((rows_of_chunk, padded_width(n_columns)))[:, :n_columns]
+    memory = hidden.new_empty((rows_of_chunk, padded_width(real.stop)))[:, real]
     losses, outputs, pending = [], [], None
     # Without tokens, the same steps once, of none.
     for number, rows in enumerate(chunks or (slice(0, 0),)):
         part = batch.of_tokens(rows)
         grad = memory[: rows.stop - rows.start]
-        # One GEMM over very many columns is slower than several over some.
-        for columns in call.chunks:
-            part.logits_into(grad[:, columns], columns)
+        part.logits_into(grad, real)
         loss, others = _gradient_in_place(part, grad, token_weights[rows] if any(needed) else None, call)
         losses.append(loss)
         outputs.append(others)
         if sums.hidden is not None:
-            for cut, columns in enumerate(call.chunks):
-                (add_product if cut else set_product)(sums.hidden[rows], grad[:, columns], batch.weight[columns])
+            set_product(sums.hidden[rows], grad, batch.weight[real])
             if rows.stop == hidden.shape[0]:
                 # On its way while the last part of the weight's gradient is made.
                 pending = start_sum(sums.hidden, call.group, call.sequence_parallel)
-        for columns in call.chunks:
-            if sums.weight is not None:
-                (add_product if number else set_product)(sums.weight[columns], grad[:, columns].t(), part.hidden)
-            if sums.bias is not None:
-                sums.bias[columns] += grad[:, columns].sum(0, dtype=sums.bias.dtype)
+        if sums.weight is not None:
+            (add_product if number else set_product)(sums.weight[real], grad.t(), part.hidden)
+        if sums.bias is not None:
+            sums.bias[real] += grad.sum(0, dtype=sums.bias.dtype)
     if pending is not None:
         sums = sums._replace(hidden=pending.wait())
     return torch.cat(losses), tuple(torch.cat(each) for each in zip(*outputs, strict=True)), sums

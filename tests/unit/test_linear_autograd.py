@@ -26,17 +26,15 @@ _COMBINATIONS = [names for count in range(4) for names in itertools.combinations
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("mode", ["enable_grad", "no_grad", "inference_mode"])
 @pytest.mark.parametrize("keep", ["recompute", 0.5])
-def test_the_gradients_asked_for_and_no_others(subject: Subject, mode: str, weighted: bool, keep: Any) -> None:
+def test_the_gradients_asked_for_and_no_others(twin: Subject, mode: str, weighted: bool, keep: Any) -> None:
     if weighted and keep != "recompute":
         return
-    more = (
-        {"token_weights": torch.ones(2, 3, device=subject.device), "reduction": "sum"} if weighted else {"keep": keep}
-    )
+    more = {"token_weights": torch.ones(2, 3, device=twin.device), "reduction": "sum"} if weighted else {"keep": keep}
     first, grads = None, {}
     for without in _COMBINATIONS:
-        inputs = _PLAIN.draw(subject.device).leaves(*without)
+        inputs = _PLAIN.draw(twin.device).leaves(*without)
         with _PLAIN.cut(), getattr(torch, mode)():
-            loss = call(subject, inputs, options=None, **more)
+            loss = call(twin, inputs, options=None, **more)
         first = loss if first is None else first
         assert same_bits(loss.detach(), first.detach())
         assert loss.requires_grad == (mode == "enable_grad" and len(without) < 3)
@@ -50,12 +48,12 @@ def test_the_gradients_asked_for_and_no_others(subject: Subject, mode: str, weig
     assert len(grads) == (3 if mode == "enable_grad" else 0)
 
 
-def test_parameters_made_in_inference_mode(subject: Subject) -> None:
+def test_parameters_made_in_inference_mode(twin: Subject) -> None:
     with torch.inference_mode():
-        inputs = _PLAIN.draw(subject.device)
-        loss = call(subject, inputs)
+        inputs = _PLAIN.draw(twin.device)
+        loss = call(twin, inputs)
     # Without a gradient, also outside.
-    assert torch.equal(call(subject, inputs), loss)
+    assert torch.equal(call(twin, inputs), loss)
 
 
 def _autocast_layers(subject: Subject, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -70,15 +68,13 @@ def _autocast_layers(subject: Subject, weight_dtype: torch.dtype) -> tuple[Tenso
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_autocast(
-    subject: Subject, dtype: torch.dtype, weight_dtype: torch.dtype, inside: bool, weighted: bool
-) -> None:
-    """As the unfused pair: GEMMs in the dtype of autocast, loss in float32, gradients in the dtypes of leaves."""
+def test_autocast(twin: Subject, dtype: torch.dtype, weight_dtype: torch.dtype, inside: bool, weighted: bool) -> None:
+    """As the unfused pair: GEMMs in autocast's dtype, the loss in float32, gradients in the dtypes of the leaves."""
     results = []
-    target = _PLAIN.draw(subject.device).target
+    target = _PLAIN.draw(twin.device).target
     for fused in (True, False):
-        x, before, weight, bias = _autocast_layers(subject, weight_dtype)
-        with torch.autocast(subject.device.type, dtype):
+        x, before, weight, bias = _autocast_layers(twin, weight_dtype)
+        with torch.autocast(twin.device.type, dtype):
             hidden = F.linear(x, before)
             assert hidden.dtype == dtype
             if not fused:
@@ -87,7 +83,7 @@ def test_autocast(
                 )
             else:
                 more = {"token_weights": torch.ones_like(target).bool()} if weighted else {"keep": 0.5}
-                with subject.serving(), _PLAIN.cut():
+                with twin.serving(), _PLAIN.cut():
                     loss = linear_cross_entropy(hidden, weight, target, bias=bias, reduction="sum", **more)
             assert loss.dtype == torch.float32
             if inside:
@@ -131,20 +127,20 @@ def _check_plain(subject: Subject, inputs: Inputs) -> None:
 
 @pytest.mark.parametrize("keep", ["recompute", 0.5, "weighted"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed(subject: Subject, use_reentrant: bool, keep: Any) -> None:
-    inputs = _PLAIN.draw(subject.device).leaves()
+def test_checkpointed(twin: Subject, use_reentrant: bool, keep: Any) -> None:
+    inputs = _PLAIN.draw(twin.device).leaves()
     more = {"keep": keep}
     if keep == "weighted":
-        more = {"token_weights": torch.ones(2, 3, device=subject.device), "reduction": "sum", "options": None}
+        more = {"token_weights": torch.ones(2, 3, device=twin.device), "reduction": "sum", "options": None}
 
     def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        loss: Tensor = call(subject, inputs._replace(hidden=hidden * 1.0, weight=weight, bias=bias), **more)
+        loss: Tensor = call(twin, inputs._replace(hidden=hidden * 1.0, weight=weight, bias=bias), **more)
         return loss
 
-    with _PLAIN.cut(), subject.serving():
+    with _PLAIN.cut(), twin.serving():
         loss = torch.utils.checkpoint.checkpoint(loss_of, *inputs[:3], use_reentrant=use_reentrant)
         loss.sum().backward(retain_graph=True)
-        _check_plain(subject, inputs)
+        _check_plain(twin, inputs)
         first = [leaf.grad.clone() for leaf in inputs[:3]]
         loss.sum().backward()
     for leaf, grad in zip(inputs[:3], first, strict=True):
@@ -152,11 +148,11 @@ def test_checkpointed(subject: Subject, use_reentrant: bool, keep: Any) -> None:
 
 
 @pytest.mark.parametrize("keep", ["recompute", 0.5, "weighted"])
-def test_saved_tensors_elsewhere(subject: Subject, keep: Any) -> None:
-    inputs = _PLAIN.draw(subject.device).leaves()
+def test_saved_tensors_elsewhere(twin: Subject, keep: Any) -> None:
+    inputs = _PLAIN.draw(twin.device).leaves()
     more = {"keep": keep}
     if keep == "weighted":
-        more = {"token_weights": torch.ones(2, 3, device=subject.device), "reduction": "sum", "options": None}
+        more = {"token_weights": torch.ones(2, 3, device=twin.device), "reduction": "sum", "options": None}
     saved = []
 
     def pack(tensor: Tensor) -> Any:
@@ -164,18 +160,18 @@ def test_saved_tensors_elsewhere(subject: Subject, keep: Any) -> None:
         return tensor.numpy(force=True).copy() if tensor.dtype != torch.bfloat16 else tensor.clone()
 
     with _PLAIN.cut(), torch.autograd.graph.saved_tensors_hooks(pack, torch.as_tensor):
-        loss = call(subject, inputs, **more).sum()
+        loss = call(twin, inputs, **more).sum()
     loss.backward()
-    _check_plain(subject, inputs)
+    _check_plain(twin, inputs)
     if keep != "weighted":
         # Kept logits, and what the docstring names: nothing else.
         kept = 1 if keep == 0.5 else 0
         assert len(saved) == 5 + kept
-    inputs = _PLAIN.draw(subject.device).leaves()
+    inputs = _PLAIN.draw(twin.device).leaves()
     with _PLAIN.cut(), torch.autograd.graph.save_on_cpu():
-        loss = call(subject, inputs, **more).sum()
+        loss = call(twin, inputs, **more).sum()
     loss.backward()
-    _check_plain(subject, inputs)
+    _check_plain(twin, inputs)
 
 
 _ALL = LossOptions(
@@ -240,25 +236,25 @@ def test_any_layout_of_the_incoming_gradient(subject: Subject, layout: str) -> N
     check_gradients(subject, inputs, grads, truth_of(inputs, OutputGrads(g)))
 
 
-def test_one_weight_for_two_losses(subject: Subject) -> None:
-    inputs = _PLAIN.draw(subject.device).leaves()
-    with _PLAIN.cut(), subject.serving():
-        first = call(subject, inputs, keep=1.0).sum()
-        second = call(subject, inputs._replace(hidden=inputs.hidden * 1.0), keep=1.0).sum()
+def test_one_weight_for_two_losses(twin: Subject) -> None:
+    inputs = _PLAIN.draw(twin.device).leaves()
+    with _PLAIN.cut(), twin.serving():
+        first = call(twin, inputs, keep=1.0).sum()
+        second = call(twin, inputs._replace(hidden=inputs.hidden * 1.0), keep=1.0).sum()
         (first + second).backward()
     for leaf in inputs[:3]:
         leaf.grad /= 2
-    _check_plain(subject, inputs)
+    _check_plain(twin, inputs)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_the_loss_can_be_changed_in_place(subject: Subject, weighted: bool) -> None:
-    inputs = _PLAIN.draw(subject.device).leaves()
-    more = {"token_weights": torch.ones(2, 3, device=subject.device), "reduction": "sum", "options": None}
+def test_the_loss_can_be_changed_in_place(twin: Subject, weighted: bool) -> None:
+    inputs = _PLAIN.draw(twin.device).leaves()
+    more = {"token_weights": torch.ones(2, 3, device=twin.device), "reduction": "sum", "options": None}
     with _PLAIN.cut():
-        loss = call(subject, inputs, **(more if weighted else {}))
+        loss = call(twin, inputs, **(more if weighted else {}))
         loss *= 0.5
         loss.sum().backward()
     for leaf in inputs[:3]:
         leaf.grad *= 2
-    _check_plain(subject, inputs)
+    _check_plain(twin, inputs)

@@ -136,12 +136,12 @@ def test_a_graph_that_is_kept_gives_the_same_again(subject: Subject, keep: Any) 
 
 @pytest.mark.parametrize("keep", ["recompute", 0.5, 1.0])
 @pytest.mark.parametrize("without", [(), ("hidden", "weight"), ("weight", "bias"), ("hidden", "bias")])
-def test_the_gradient_cannot_be_differentiated_again(subject: Subject, keep: Any, without: tuple[str, ...]) -> None:
-    inputs = linear_case("plain").draw(subject.device).leaves(*without)
+def test_the_gradient_cannot_be_differentiated_again(twin: Subject, keep: Any, without: tuple[str, ...]) -> None:
+    inputs = linear_case("plain").draw(twin.device).leaves(*without)
     leaves = inputs.grad_leaves()
-    with cut_into(16), subject.serving():
+    with cut_into(16), twin.serving():
         # The second derivative of what is added would hide that the other one is missing.
-        loss = call(subject, inputs, keep=keep).sum() + sum((leaf**3).sum() for leaf in leaves)
+        loss = call(twin, inputs, keep=keep).sum() + sum((leaf**3).sum() for leaf in leaves)
         grads = torch.autograd.grad(loss, leaves, create_graph=True)
         with pytest.raises(RuntimeError, match="differentiated again, which is not supported"):
             torch.autograd.grad(sum(grad.sum() for grad in grads), leaves)
@@ -168,15 +168,15 @@ def _interrupted_after(subject: Subject, steps: int) -> Subject:
 @pytest.mark.parametrize("steps", [0, 1, 2])
 @pytest.mark.parametrize("keep", ["recompute", 0.5, 1.0])
 def test_an_interrupted_backward_tried_again_raises_or_is_right(
-    subject: Subject, keep: Any, steps: int, hooks: str
+    twin: Subject, keep: Any, steps: int, hooks: str
 ) -> None:
-    inputs = linear_case("plain").draw(subject.device).leaves()
+    inputs = linear_case("plain").draw(twin.device).leaves()
     packs = {"none": None, "same_tensor": lambda tensor: tensor, "copies": torch.clone}
     hooked: Any = contextlib.nullcontext()
     if packs[hooks] is not None:
         hooked = torch.autograd.graph.saved_tensors_hooks(packs[hooks], lambda tensor: tensor)
     with cut_into(16), hooked:
-        loss = call(_interrupted_after(subject, steps), inputs, keep=keep).sum()
+        loss = call(_interrupted_after(twin, steps), inputs, keep=keep).sum()
     with pytest.raises(_Interrupt):
         loss.backward()
     assert all(leaf.grad is None for leaf in inputs[:3])
@@ -185,7 +185,7 @@ def test_an_interrupted_backward_tried_again_raises_or_is_right(
             loss.backward()
         return
     loss.backward()
-    _check_plain(subject, inputs)
+    _check_plain(twin, inputs)
 
 
 def _check_plain(subject: Subject, inputs: Inputs) -> None:

@@ -52,14 +52,14 @@ def check_weighted(subject: Subject, case: LinearCase, reduction: str, upstream:
     check_gradients(subject, inputs, grads, truth)
 
 
-@pytest.mark.parametrize("case", LINEAR_CASES, ids=str)
+@pytest.mark.parametrize("case", LINEAR_CASES[::3], ids=str)
 def test_values_and_gradients_match_float64(subject: Subject, case: LinearCase) -> None:
     check_weighted(subject, case, "mean" if len(case.name) % 2 else "sum")
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-@pytest.mark.parametrize("case", LINEAR_PAIRS, ids=str)
-def test_pairs_of_options_on_the_twin(twin: Subject, case: LinearCase, reduction: str) -> None:
+@pytest.mark.parametrize("case", [*LINEAR_CASES, *LINEAR_PAIRS], ids=str)
+def test_all_options_on_the_twin(twin: Subject, case: LinearCase, reduction: str) -> None:
     check_weighted(twin, case, reduction)
 
 
@@ -142,13 +142,13 @@ def test_a_power_of_the_loss(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_weights_of_any_dtype(subject: Subject, dtype: torch.dtype) -> None:
+def test_weights_of_any_dtype(twin: Subject, dtype: torch.dtype) -> None:
     case = linear_case("plain")
-    weights = _weights(case, subject).to(dtype)
+    weights = _weights(case, twin).to(dtype)
     results = []
     for each in (weights, weights.float()):
-        inputs = case.draw(subject.device).leaves()
-        loss = _loss(subject, inputs, each)
+        inputs = case.draw(twin.device).leaves()
+        loss = _loss(twin, inputs, each)
         loss.backward()
         results.append((loss.detach(), *(leaf.grad for leaf in inputs.grad_leaves())))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
@@ -202,10 +202,10 @@ def test_nothing_to_learn(subject: Subject, nothing: str, reduction: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["log_probs", "entropy", "lse"])
-def test_outputs_are_not_differentiable(subject: Subject, name: str) -> None:
+def test_outputs_are_not_differentiable(twin: Subject, name: str) -> None:
     case = linear_case("plain")
-    inputs = case.draw(subject.device).leaves()
-    got = _loss(subject, inputs, _weights(case, subject), outputs=OUTPUTS)
+    inputs = case.draw(twin.device).leaves()
+    got = _loss(twin, inputs, _weights(case, twin), outputs=OUTPUTS)
     for total in (getattr(got, name).sum(), got.loss + getattr(got, name).sum()):
         with pytest.raises(RuntimeError, match=r"output of the linear loss with token_weights was differentiated"):
             total.backward(retain_graph=True)
@@ -215,14 +215,14 @@ def test_outputs_are_not_differentiable(subject: Subject, name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_the_same_bits_whoever_wants_a_gradient(subject: Subject, mode: Any) -> None:
+def test_the_same_bits_whoever_wants_a_gradient(twin: Subject, mode: Any) -> None:
     case = linear_case("plain_bf16")
-    weights = _weights(case, subject)
-    expected = _loss(subject, case.draw(subject.device).leaves(), weights)
+    weights = _weights(case, twin)
+    expected = _loss(twin, case.draw(twin.device).leaves(), weights)
     for without in ((), ("hidden",), ("weight", "bias"), INPUTS):
-        inputs = case.draw(subject.device).leaves(*without)
+        inputs = case.draw(twin.device).leaves(*without)
         with mode():
-            loss = _loss(subject, inputs, weights)
+            loss = _loss(twin, inputs, weights)
         assert torch.equal(loss, expected)
         wanted = [leaf for leaf in inputs.grad_leaves() if mode is torch.enable_grad]
         assert loss.requires_grad == bool(wanted)
@@ -231,10 +231,10 @@ def test_the_same_bits_whoever_wants_a_gradient(subject: Subject, mode: Any) -> 
             assert all((leaf.grad is not None) == leaf.requires_grad for leaf in inputs[:3])
 
 
-def test_the_gradient_cannot_be_differentiated_again(subject: Subject) -> None:
+def test_the_gradient_cannot_be_differentiated_again(twin: Subject) -> None:
     for without in ((), ("hidden", "weight"), ("weight", "bias"), ("hidden", "bias")):
-        inputs = linear_case("plain").draw(subject.device).leaves(*without)
-        loss = _loss(subject, inputs, _weights(linear_case("plain"), subject))
+        inputs = linear_case("plain").draw(twin.device).leaves(*without)
+        loss = _loss(twin, inputs, _weights(linear_case("plain"), twin))
         loss = loss + sum((leaf**2).sum() for leaf in inputs.grad_leaves())
         grads = torch.autograd.grad(loss, inputs.grad_leaves(), create_graph=True)
         with pytest.raises(RuntimeError, match="differentiated again"):
