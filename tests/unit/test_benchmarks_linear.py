@@ -231,7 +231,7 @@ KEPT = {
     providers.TOKEN_WEIGHTS: 37.0,
     providers.QUACK: 40.0,
     providers.VERL: 75.0,
-    providers.CHUNKED: 94.0,
+    providers.LIGER_CHUNKED: 94.0,
     providers.CCE: 98.0,
 }
 
@@ -250,7 +250,7 @@ def test_promises_are_kept() -> None:
         (providers.TOKEN_WEIGHTS, 38.5, "token_weights over 3 GEMM"),
         (providers.QUACK, 36.9, "over quack"),
         (providers.VERL, 70.0, "verl over"),
-        (providers.CHUNKED, 88.0, "chunked torch"),
+        (providers.LIGER_CHUNKED, 88.0, "Liger"),
         (providers.CCE, 70.0, "CCE, filtered over"),
         # Keeping more that costs time.
         ("te_ce keep=0.5", 48.5, "keeping more"),
