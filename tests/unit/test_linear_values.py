@@ -82,7 +82,7 @@ def test_any_subset_of_outputs_gives_the_same_values(twin: Subject, count: int) 
                 assert torch.equal(value, everything.values[name]), f"{name} depends on what else is asked for"
 
 
-@pytest.mark.parametrize("keep", [0.5, 1 << 20])
+@pytest.mark.parametrize("keep", [0.5])
 def test_what_is_kept_changes_no_bit(subject: Subject, keep: object) -> None:
     case = linear_case("plain_bf16")
     inputs = case.draw(subject.device)
