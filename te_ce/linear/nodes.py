@@ -80,14 +80,12 @@ class LinearCrossEntropy(torch.autograd.Function):
             batch = whole_batch(hidden, weight, bias, target, row_scale, call)
             overwrites_kept = not _graph_is_kept()
             if kept and overwrites_kept:
-                # Before the first write: a backward that is interrupted and tried again must raise. Where hooks have
-                # what is saved, the versions are not looked at.
+                # Before the first write. Not by their version, which nobody looks at where hooks have what is saved.
                 if ctx.kept_is_overwritten:
                     raise RuntimeError(
-                        "the backward of the linear loss was interrupted, and the logits it kept are lost"
+                        "linear loss: interrupted in backward, which overwrites the logits it kept; call it again"
                     )
                 ctx.kept_is_overwritten = True
-                torch.autograd.graph.increment_version(kept)
             of_hidden, of_weight, of_bias = gradients(batch, flat, saved, kept, call, needed, overwrites_kept)
             if of_hidden is not None:
                 of_hidden = of_hidden.to(hidden.dtype).view(hidden.shape)
