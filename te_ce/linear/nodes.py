@@ -76,6 +76,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         if all(grad is None for grad in grads):
             return (None,) * 7
         flat = OutputGrads(*(None if grad is None else grad.reshape(-1) for grad in grads))
+        if saved.is_cuda:
+            # cuBLAS warns where it is the first in a thread to use the device, and autograd's threads are new.
+            saved.new_zeros(1)
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
             batch = whole_batch(hidden, weight, bias, target, row_scale, call)
             overwrites_kept = not _graph_is_kept()

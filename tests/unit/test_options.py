@@ -189,14 +189,12 @@ _OFF: list[dict[str, Any]] = [
     {"vocab_size": None},
     {"vocab_size": 12},
     {"check_targets": True},
-    {"scale": torch.ones(5)},
 ]
 
 
 @pytest.mark.parametrize("off", _OFF, ids=str)
 def test_an_option_that_is_off_changes_no_bit(subject: Subject, off: dict[str, Any]) -> None:
     logits, target = draw(subject)
-    off = {name: value.to(subject.device) if isinstance(value, Tensor) else value for name, value in off.items()}
     results = []
     for fields in ({}, off):
         leaf = logits.clone().requires_grad_()
@@ -206,3 +204,16 @@ def test_an_option_that_is_off_changes_no_bit(subject: Subject, off: dict[str, A
         (got.loss.sum() + got.entropy.sum()).backward()
         results.append((*got, leaf.grad))
     assert all(torch.equal(old, new) for old, new in zip(*results, strict=True))
+
+
+def test_a_scale_of_1_in_every_row_is_no_scale(subject: Subject) -> None:
+    """To a rounding: what multiplies by a number that is read has other instructions than what does not multiply."""
+    logits, target = draw(subject)
+    results = []
+    for fields in ({}, {"scale": torch.ones(target.shape, device=subject.device)}):
+        leaf = logits.clone().requires_grad_()
+        got = subject.loss(leaf, target, outputs=OUTPUTS, **fields)
+        (got.loss.sum() + got.entropy.sum()).backward()
+        results.append((*got, leaf.grad))
+    for plain, scaled in zip(*results, strict=True):
+        torch.testing.assert_close(scaled, plain, rtol=1e-6, atol=1e-7)
