@@ -112,7 +112,8 @@ def build(shape: Shape, loss_fields: dict[str, Any], device: torch.device) -> to
         position_embedding_type="learned_absolute",
         share_embeddings_and_output_weights=False,
     )
-    return model.to(device)
+    # Megatron leaves some parameters in float32.
+    return model.to(device=device, dtype=dtype)
 
 
 class Step:
