@@ -67,21 +67,21 @@ def merge_statistics(
     if t is not None:
         values["entropy"] = log_d - t / row.d
 
-    def of_target(value: Tensor) -> Tensor:
-        value = torch.where(is_class(target, problem), value, torch.nan)
-        value = torch.where(target == problem.ignore_index, 0.0, value)
-        # Not a view: the caller may change its losses in place.
-        return value.new_empty(shape).copy_(value.view(shape))
-
-    outputs = []
-    for name in problem.outputs:
-        if name == "predictions":
-            assert row.argmax is not None
-            outputs.append(row.argmax.new_empty(shape).copy_(row.argmax.view(shape)))
-        else:
-            outputs.append(of_target(values[name]))
+    values = {name: _of_target(value, target, problem) for name, value in {"loss": loss, **values}.items()}
+    if row.argmax is not None:
+        values["predictions"] = row.argmax
+    # Not views: the caller may change its losses in place.
+    loss, *outputs = (
+        values[name].new_empty(shape).copy_(values[name].view(shape)) for name in ("loss", *problem.outputs)
+    )
     saved = [row.m, row.d] if t is None else [row.m, row.d, t]
-    return of_target(loss), torch.stack(saved), tuple(outputs)
+    return loss, torch.stack(saved), tuple(outputs)
+
+
+def _of_target(value: Tensor, target: Tensor, problem: ShardProblem) -> Tensor:
+    """What is known of rows with this target: NaN where it is no class, 0 where the row is ignored."""
+    value = torch.where(is_class(target, problem), value, torch.nan)
+    return torch.where(target == problem.ignore_index, 0.0, value)
 
 
 def combine_statistics(gathered: Tensor, problem: ShardProblem, row_scale: Tensor | None = None) -> Tensor:
