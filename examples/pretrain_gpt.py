@@ -26,6 +26,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 # 1. Two fields of Megatron's TransformerConfig choose the loss: te_ce's, or one of Megatron's own.
 LOSS_FIELDS: dict[str, dict[str, Any]] = {
     "te_ce": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te_ce"},
+    "te_ce_linear": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te_ce_linear"},
     "fused": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"},
     "unfused": {"cross_entropy_loss_fusion": False},
     "native": {"cross_entropy_loss_fusion": False},  # Megatron's default
@@ -75,7 +76,7 @@ def main(argv: list[str]) -> int:
 
 def pretrain(argv: list[str]) -> int:
     """One run, or three where losses are compared; returns the exit code."""
-    from gpt.config import command_line
+    from gpt.config import OURS, command_line
 
     config, compare = command_line(argv, CHECKOUT / "configs")
     tp = _checked(config)
@@ -88,7 +89,7 @@ def pretrain(argv: list[str]) -> int:
     ranks = device.start()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     loss = config.loss.implementation
-    if loss == "te_ce":
+    if loss in OURS:
         switch_on(config.loss.options)
     recorder = report.Recorder(Path(config.output.dir), ranks.is_first)
     text = data.load(config, ranks, recorder.say)
@@ -100,7 +101,7 @@ def pretrain(argv: list[str]) -> int:
         return train(name, config, gpt, text, ranks, recorder)
 
     runs = [run(loss, loss)]
-    if loss == "te_ce":
+    if loss in OURS:
         recorder.say(is_it_on())
     if compare:
         runs += [run(compare, compare), run(f"{compare} again", compare)]
@@ -113,13 +114,13 @@ def pretrain(argv: list[str]) -> int:
 def _checked(config: Config) -> int:
     """The tensor-parallel size, once everything that can be judged without work is found right."""
     from gpt import device
-    from gpt.config import ConfigError, tensor_parallel_size
+    from gpt.config import OURS, ConfigError, tensor_parallel_size
 
     if "LOCAL_RANK" not in os.environ:
         raise ConfigError("expected a start by torchrun --nproc-per-node N examples/pretrain_gpt.py ..., found none")
     tp = tensor_parallel_size(config, int(os.environ["WORLD_SIZE"]))
     device.check(config)
-    if config.loss.implementation == "te_ce":
+    if config.loss.implementation in OURS:
         import te_ce
 
         try:

@@ -18,7 +18,10 @@ from typing import Any, Literal
 
 import yaml
 
-LossName = Literal["te_ce", "native", "fused", "unfused"]
+LossName = Literal["te_ce", "te_ce_linear", "native", "fused", "unfused"]
+
+# Those that are not Megatron's own.
+OURS = ("te_ce", "te_ce_linear")
 
 
 class ConfigError(Exception):
@@ -133,10 +136,10 @@ def command_line(argv: list[str], folder: Path) -> tuple[Config, str | None]:
     if args.data is not None:
         overrides.append(f"data.path={json.dumps(args.data)}")  # a YAML string, whatever the name looks like
     config = load(args.config or folder / _default_name(), overrides)
-    if args.compare and config.loss.implementation != "te_ce":
+    if args.compare and config.loss.implementation not in OURS:
         raise ConfigError(
-            f"--compare {args.compare}: expected loss.implementation te_ce, found {config.loss.implementation}; "
-            "remove one of the two"
+            f"--compare {args.compare}: expected loss.implementation te_ce or te_ce_linear, "
+            f"found {config.loss.implementation}; remove one of the two"
         )
     return config, args.compare
 

@@ -66,7 +66,7 @@ def test_overrides_come_after_the_file() -> None:
         ("optimizer.min_lr=1.0", r"optimizer.min_lr: expected 0 up to optimizer.lr"),
         ("optimizer.warmup_steps=-1", r"optimizer.warmup_steps: expected 0 or more, found -1"),
         ("model.dtype=float8", r"model.dtype: expected one of float32, bfloat16, found 'float8'"),
-        ("loss.implementation=liger", r"expected one of te_ce, native, fused, unfused, found 'liger'"),
+        ("loss.implementation=liger", r"expected one of te_ce, te_ce_linear, native, fused, unfused, found 'liger'"),
         ("data.held_out=1.5", r"data.held_out: expected a share between 0 and 1, found 1.5"),
         ("data.vocab_size=100", r"data.vocab_size: expected 256 bytes"),
         ("data.path=/no/such", r"data.path: expected a text file or a folder, found nothing at /no/such"),
@@ -140,7 +140,10 @@ def test_command_line() -> None:
     for arguments, message in (
         (["--compare", "liger"], r"invalid choice: 'liger'"),
         (["--nonsense"], r"unrecognized arguments: --nonsense"),
-        (["--compare", "native", "loss.implementation=fused"], r"expected loss.implementation te_ce, found fused"),
+        (
+            ["--compare", "native", "loss.implementation=fused"],
+            r"expected loss.implementation te_ce or te_ce_linear, found fused",
+        ),
     ):
         with pytest.raises(c.ConfigError, match=message) as raised:
             c.command_line(arguments, CONFIGS)

@@ -99,13 +99,15 @@ def served(output: str) -> int:
 
 
 def largest_differences(output: str) -> tuple[float, float]:
-    found = re.search(r"te_ce and native (\S+), native twice from the same seed (\S+)", output)
+    found = re.search(r"te_ce\w* and native (\S+), native twice from the same seed (\S+)", output)
     assert found, output
     return float(found[1]), float(found[2])
 
 
-def test_trains_with_te_ce_and_agrees_with_megatron(launch) -> None:
+@pytest.mark.parametrize("ours", ["te_ce", "te_ce_linear"])
+def test_trains_with_te_ce_and_agrees_with_megatron(launch, ours: str) -> None:
     running = launch(
+        f"loss.implementation={ours}",
         "train.steps=12",
         "optimizer.warmup_steps=2",
         "optimizer.lr=0.01",
@@ -119,7 +121,7 @@ def test_trains_with_te_ce_and_agrees_with_megatron(launch) -> None:
     # 12 training passes and two evaluations of one pass each.
     assert served(output) == 14
     rows = list(csv.DictReader((running.out / "metrics.csv").read_text().splitlines()))
-    for name in ("te_ce", "native", "native again"):
+    for name in (ours, "native", "native again"):
         losses = [float(row["train_loss"]) for row in rows if row["run"] == name and row["train_loss"]]
         assert len(losses) == 12
         assert losses[-1] < losses[0] - 0.5
