@@ -119,3 +119,28 @@ def test_scales_of_any_size(subject: Subject, scale: float, as_tensor: bool) -> 
         slope = (log_p.exp() - torch.nn.functional.one_hot(target, 37)) * factor
         torch.testing.assert_close(leaf.grad[:, :37].cpu().double(), slope, rtol=1e-5, atol=1e-6 * abs(scale))
         assert (leaf.grad[:, 37:] == 0.0).all()
+
+
+@pytest.mark.parametrize("scale", [2.5, -2.5])
+def test_masks_that_overflow_have_no_probability(subject: Subject, scale: float) -> None:
+    x = torch.tensor([[1.0, 2.0, 0.0, 0.5]]).repeat(2, 3)
+    hidden = torch.finfo(torch.float32).min if scale > 0 else torch.finfo(torch.float32).max
+    masked = x.clone()
+    masked[:, 4:] = hidden
+    target = torch.tensor([1, 2], device=subject.device)
+    got = subject.loss(masked.to(subject.device), target, scale=scale, outputs=OUTPUTS)
+    short = subject.loss(x[:, :4].to(subject.device), target, scale=scale, outputs=OUTPUTS)
+    for value, expected in zip(got, short, strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+def test_a_scale_of_1_in_a_row_changes_no_bit(subject: Subject) -> None:
+    # Whatever the other rows have.
+    options = dataclasses.replace(_SMOOTHED, softcap=50.0)
+    x, target = _WIDE[:4].to(subject.device), torch.arange(4, device=subject.device)
+    scale = torch.tensor([1.0, 0.7, 1.0, -2.0], device=subject.device)
+    for changed in (options, LossOptions(), dataclasses.replace(options, reproducible_tp=True)):
+        plain = subject.loss(x, target, options=changed, outputs=OUTPUTS)
+        scaled = subject.loss(x, target, options=dataclasses.replace(changed, scale=scale), outputs=OUTPUTS)
+        for value, expected in zip(scaled, plain, strict=True):
+            assert torch.equal(value[::2], expected[::2])
