@@ -46,7 +46,7 @@ def split_scale(
     size = tl.abs(scale).to(tl.float64)
     if rest is not None:
         size += tl.where(scale < 0.0, -rest, rest).to(tl.float64)
-    size = tl.where(scale == 0.0, 1.0, size / tl.abs(direction))
+    size = tl.where(scale == 0.0, 1.0, size * (1.0 / tl.abs(direction)).to(tl.float64))
     factor = size * LOG2_E
     high = (factor * tl.where(size == 1.0, 1.0, 1.0 - 2.0**-20)).to(tl.float32)
     low = tl.where(size == 1.0, 1e-37, (factor - high).to(tl.float32))
