@@ -30,9 +30,9 @@ def exp_weight(x, scale):
         exponent = x * LOG2_E
         rest = tl.fma(x, tl.full(x.shape, LOG2_E, tl.float32), -exponent) + x * LOG2_E_REST
     else:
-        _, _, high, low, _ = scale
+        _, size, high, _, _ = scale
         exponent = x * high
-        rest = tl.fma(x, tl.zeros_like(x) + high, -exponent) + x * low
+        rest = tl.fma(x, tl.zeros_like(x) + high, -exponent) + x * (size * LOG2_E - high).to(tl.float32)
     power = tl.exp2(exponent)
     return power + power * (rest * LN_2)
 

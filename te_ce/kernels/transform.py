@@ -37,7 +37,8 @@ def split_scale(
     """What kernels take for `scale`: factor of x; a, in double; a log2(e) as high + low, both positive; and 1 / a.
 
     `low` is no rounding error of either sign, but what a `high` that is too small by 2^-20 leaves: of a product of -inf
-    and a sum with it nothing is NaN. A scale of 0, which has no sign, is a factor 0, and a is 1.
+    and a sum with it nothing is NaN. Where a is 1 it is too small to change a bit, which are those of no scale. A scale
+    of 0, which has no sign, is a factor 0, and a is 1.
     """
     # The interpreter gives a number as what it is, no scalar of float32.
     scale = tl.full((), 0.0, tl.float32) + scale
@@ -45,10 +46,10 @@ def split_scale(
     size = tl.abs(scale).to(tl.float64)
     if rest is not None:
         size += tl.where(scale < 0.0, -rest, rest).to(tl.float64)
-    size = tl.where(scale == 0.0, 1.0, size / tl.abs(direction))
+    size = tl.where(scale == 0.0, 1.0, size * (1.0 / tl.abs(direction)).to(tl.float64))
     factor = size * LOG2_E
-    high = (factor * (1.0 - 2.0**-20)).to(tl.float32)
-    low = (factor - high).to(tl.float32)
+    high = (factor * tl.where(size == 1.0, 1.0, 1.0 - 2.0**-20)).to(tl.float32)
+    low = tl.where(size == 1.0, 1e-37, (factor - high).to(tl.float32))
     return direction, size, high, low, 1.0 / size.to(tl.float32)
 
 

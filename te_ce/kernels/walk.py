@@ -54,12 +54,9 @@ def shifted_exp(x, scale):
 @triton.jit
 def _rescaling(x, scale):
     """exp(a x)"""
-    if scale is None:
-        exponent = x * LOG2_E
-    else:
-        _, _, high, low, _ = scale
-        exponent = x * high + x * low
-    return tl.exp2(exponent)
+    if scale is not None:
+        x *= scale[1].to(tl.float32)
+    return tl.exp2(x * LOG2_E)
 
 
 @triton.jit

@@ -59,8 +59,7 @@ def _span_statistics(
     if problem.is_smoothed:
         fields += [_row_sum(from_max), torch.full_like(m, columns)]
     if scale is not None:
-        # In double: equal terms would all have the rounding of their product to one side.
-        exp = (from_max * scale.size[:, None]).exp_()
+        exp = _exp_of_product(from_max, scale.size[:, None])
     else:
         exp = from_max.exp() if problem.has_entropy else from_max.exp_()
     fields[1] = _row_sum(exp)
@@ -86,6 +85,14 @@ def _target_logit(u: Tensor, target: Tensor, problem: ShardProblem) -> Tensor:
 def _finite_or_zero(m: Tensor) -> Tensor:
     """A max to subtract: -inf - -inf would make NaN of a shard that has nothing to add."""
     return torch.where(m == -torch.inf, 0.0, m)
+
+
+def _exp_of_product(x: Tensor, factor: Tensor) -> Tensor:
+    """exp(factor x); what the product loses by rounding, for equal terms to one side, is put back to first order."""
+    product = x * factor
+    rounded = product.to(x.dtype)
+    exp = rounded.exp()
+    return exp.addcmul_(exp, product.sub_(rounded).nan_to_num_(0.0, 0.0, 0.0).to(x.dtype))
 
 
 def _row_sum(x: Tensor) -> Tensor:

@@ -132,3 +132,15 @@ def test_masks_that_overflow_have_no_probability(subject: Subject, scale: float)
     short = subject.loss(x[:, :4].to(subject.device), target, scale=scale, outputs=OUTPUTS)
     for value, expected in zip(got, short, strict=True):
         torch.testing.assert_close(value, expected)
+
+
+def test_a_scale_of_1_in_a_row_changes_no_bit(subject: Subject) -> None:
+    # Whatever the other rows have.
+    options = dataclasses.replace(_SMOOTHED, softcap=50.0)
+    x, target = _WIDE[:4].to(subject.device), torch.arange(4, device=subject.device)
+    scale = torch.tensor([1.0, 0.7, 1.0, -2.0], device=subject.device)
+    for changed in (options, LossOptions(), dataclasses.replace(options, reproducible_tp=True)):
+        plain = subject.loss(x, target, options=changed, outputs=OUTPUTS)
+        scaled = subject.loss(x, target, options=dataclasses.replace(changed, scale=scale), outputs=OUTPUTS)
+        for value, expected in zip(scaled, plain, strict=True):
+            assert torch.equal(value[::2], expected[::2])
