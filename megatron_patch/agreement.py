@@ -29,14 +29,14 @@ def agree_on_path(fused: bool, logits: Tensor, group: object, application: Appli
 
     Collectives: one all-gather of a number, once.
     """
-    if not isinstance(group, ProcessGroup) or group.size() == 1 or id(group) in application.agreed:
+    if not isinstance(group, ProcessGroup) or group.size() == 1 or group in application.agreed:
         return
     if logits.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     mine = torch.tensor([int(fused)], device=logits.device)
     everybody = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everybody, mine, group=group)
-    application.agreed.add(id(group))
+    application.agreed.add(group)
     paths = [int(each) for each in everybody]
     if len(set(paths)) > 1:
         fusing, others = ([rank for rank, path in enumerate(paths) if path == value] for value in (1, 0))

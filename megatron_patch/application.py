@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections import Counter
+
+from torch.distributed import ProcessGroup
 
 from te_ce import LossOptions
 
@@ -20,7 +23,7 @@ class Application:
         said: what is in the log already: checks lifted, paths of the fused linear loss.
         heads: losses asked for as "te_ce_linear", by the path that served them ("fused", "on logits").
         reasons: why some of them were served on logits.
-        agreed: the tensor-parallel groups, by identity, whose ranks take the same path.
+        agreed: the tensor-parallel groups whose ranks take the same path, as long as they live.
         active: False from `revert()` on. Replacements that somebody still holds then behave as the originals.
     """
 
@@ -31,5 +34,5 @@ class Application:
     said: set[str] = dataclasses.field(default_factory=set)
     heads: Counter[str] = dataclasses.field(default_factory=Counter)
     reasons: list[str] = dataclasses.field(default_factory=list)
-    agreed: set[int] = dataclasses.field(default_factory=set)
+    agreed: weakref.WeakSet[ProcessGroup] = dataclasses.field(default_factory=weakref.WeakSet)
     active: bool = True

@@ -45,14 +45,17 @@ def combine_statistics_kernel(
         m, m_ptr, n_rows, part_stride, n_parts, mask_n, scale, HAS_SMOOTHING, HAS_ENTROPY, HAS_ARGMAX, False, BLOCK_N
     )
     columns = tl.zeros([BLOCK_N], dtype=tl.float32)
-    if HAS_SMOOTHING:
-        columns_ptr = m_ptr + 4 * n_rows
-        for _ in range(n_parts):
-            columns += tl.load(columns_ptr, mask=mask_n, other=0.0)
-            columns_ptr += part_stride
+    # 0 for the parts of a shard without a max; but NaN where logits are NaN, which have none either.
+    d_without_max = tl.zeros([BLOCK_N], dtype=tl.float32)
+    part_ptr = m_ptr
+    for _ in range(n_parts):
+        d_without_max += tl.load(part_ptr + n_rows, mask=mask_n, other=0.0)
+        if HAS_SMOOTHING:
+            columns += tl.load(part_ptr + 4 * n_rows, mask=mask_n, other=0.0)
+        part_ptr += part_stride
     # A shard without a finite logit stays the identity, where a whole row without one has no softmax.
     is_empty = m == -float("inf")
-    d = tl.where(is_empty, 0.0, d)
+    d = tl.where(is_empty, d_without_max, d)
     s = tl.where(is_empty, tl.where(columns > 0.0, -float("inf"), 0.0), s)
     t = tl.where(is_empty, 0.0, t)
     store_statistics(

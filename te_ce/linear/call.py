@@ -129,7 +129,7 @@ def _record(tensors: LinearTensors, request: LinearRequest, columns: VocabShard)
     facts = {
         "hidden.shape": tuple(hidden.shape),
         # What decides whether backward has a collective.
-        "hidden.requires_grad": hidden.requires_grad,
+        "hidden.requires_grad": hidden.requires_grad and torch.is_grad_enabled(),
         "sequence_parallel": request.sequence_parallel,
         "token_weights": "given" if tensors.token_weights is not None else "none",
         "chunk_tokens": environment.chunk_tokens(),

@@ -36,10 +36,10 @@ class LinearCrossEntropy(torch.autograd.Function):
     Gradient, with G that of x as the loss on logits has it, rounded once to the dtype:
         dhidden = sum over ranks of G weight,  dweight = G^T hidden,  dbias = sum over rows of G
 
-    Saved for backward: hidden (this rank's part), weight, bias, target, 8 bytes a row (12 with the entropy), the rows'
-    scale, and as many chunks of x as `keep` has room for.
-    Collectives: forward gathers the statistics, with sequence parallelism the hidden states before; backward gathers
-    these again, and sums dhidden over the ranks where anybody wants it.
+    Saved for backward: hidden (this rank's part; all of it where it needs no gradient), weight, bias, target, 8 bytes a
+    row (12 with the entropy), the rows' scale, and as many chunks of x as `keep` has room for.
+    Collectives: forward gathers the statistics, with sequence parallelism the hidden states before. Where hidden needs
+    a gradient, backward gathers these again and sums dhidden over the ranks; else it has none.
     """
 
     @staticmethod
@@ -62,7 +62,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             *(output for name, output in zip(names, outputs, strict=True) if name in FOR_LOGGING)
         )
         if is_differentiable:
-            ctx.save_for_backward(hidden, weight, bias, target, row_scale, saved, *kept)
+            # Where backward sums nothing over the ranks it gathers nothing either: some may have no backward at all.
+            ctx.hidden_is_whole = call.sequence_parallel and not ctx.needs_input_grad[0]
+            saved_hidden = batch.hidden if ctx.hidden_is_whole else hidden
+            ctx.save_for_backward(saved_hidden, weight, bias, target, row_scale, saved, *kept)
             ctx.call, ctx.kept_is_overwritten = call, False
             ctx.set_materialize_grads(False)
         return loss, *outputs
@@ -80,8 +83,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             # cuBLAS warns where it is the first in a thread to use the device, and autograd's threads are new.
             saved.new_zeros(1)
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+            if ctx.hidden_is_whole:
+                call = call._replace(sequence_parallel=False)
             batch = whole_batch(hidden, weight, bias, target, row_scale, call)
-            overwrites_kept = not _graph_is_kept()
+            overwrites_kept = not _graph_is_kept() and not _is_captured(saved)
             if kept and overwrites_kept:
                 # Before the first write. Not by their version, which nobody looks at where hooks have what is saved.
                 if ctx.kept_is_overwritten:
@@ -97,6 +102,11 @@ class LinearCrossEntropy(torch.autograd.Function):
             inputs = [each for each in (hidden, weight, bias, *grads) if each is not None]
             results = [None if each is None else forbid_second_derivative(each, *inputs) for each in results]
         return (*results, None, None, None, None)
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is captured, whose backward may be replayed more than once after one forward."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _graph_is_kept() -> bool:

@@ -116,9 +116,10 @@ def test_collectives(
         )
     with CommDebugMode() as backward:
         loss.sum().backward()
-    sums = 0 if frozen == "hidden" else 1
     assert forward.get_total_counts() == 1 + sequence_parallel, forward.get_comm_counts()
-    assert backward.get_total_counts() == sums + sequence_parallel, backward.get_comm_counts()
+    # None where hidden is frozen: ranks of which no input needs a gradient have no backward.
+    expected = 0 if frozen == "hidden" else 1 + sequence_parallel
+    assert backward.get_total_counts() == expected, backward.get_comm_counts()
     assert (hidden.grad is None) == (frozen == "hidden")
     assert (weight.grad is None) == (frozen == "weight")
 
@@ -142,3 +143,28 @@ def test_interleaved_subgroups(subject: Subject, tp_group: ProcessGroup, monkeyp
             sequence_parallel,
         )
         check_ranks(of_all_ranks(result, mine), drawn, RICH, sequence_parallel)
+
+
+def test_a_rank_without_a_backward_leaves_nobody_waiting(subject: Subject, tp_group: ProcessGroup) -> None:
+    """Frozen hidden states, and an empty shard that is no parameter: the other ranks' backward has no collective."""
+    ranks, rank = tp_group.size(), dist.get_rank(tp_group)
+    drawn = draw(ranks, subject.device)
+    widths = (COLUMNS, *[0] * (ranks - 1))
+    shard = shard_of(widths, rank)
+    weight = drawn.weight[shard.start : shard.stop].clone().requires_grad_(rank == 0)
+    with subject.serving():
+        loss = linear_cross_entropy(
+            drawn.hidden.chunk(ranks)[rank].clone(),
+            weight,
+            drawn.target,
+            group=tp_group,
+            shard=shard,
+            sequence_parallel=True,
+            check_targets=True,
+        )
+    assert loss.requires_grad == (rank == 0)
+    if rank == 0:
+        loss.sum().backward()
+        truth = drawn.weight.detach().cpu().double().requires_grad_()
+        dense_values(drawn.hidden.cpu().double() @ truth.t(), drawn.target.cpu(), PLAIN)["loss"].sum().backward()
+        check_close("weight", weight.grad.cpu(), truth.grad)

@@ -211,3 +211,20 @@ def test_a_combination_that_forgets_is_refused(twin: Subject) -> None:
             continue
         with pytest.raises(AssertionError):
             test_combined_first_and_then_merged(broken(lost), "uniform", _CUTS[0])
+
+
+def test_a_shard_of_nan_is_not_an_empty_one(subject: Subject) -> None:
+    """Nor is one of NaN and -inf: the row is NaN whatever the other shards hold."""
+    problems = _problems([(0, 5, 12), (12, 24)], _OPTIONS["uniform"], ())
+    logits, target = _draw(subject)
+    logits = logits.clone()
+    logits[0, :12] = torch.nan
+    logits[1, :12] = -torch.inf
+    logits[1, 3] = torch.nan
+    combined = [
+        subject.backend.combine_statistics(torch.cat(_parts_of(subject, logits, target, problem, ends)), problem)
+        for problem, ends in zip(problems, [(0, 5, 12), (12, 24)], strict=True)
+    ]
+    loss, _, _ = subject.backend.merge_statistics(torch.cat(combined), target, problems[0])
+    assert loss.view(-1)[:2].isnan().all()
+    assert loss.view(-1)[2:].isfinite().all()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import te_ce
 from te_ce.outputs import OUTPUTS, OutputGrads
 from tests.support.bounds import check_predictions, check_value
 from tests.support.broken_linear import BROKEN_STEPS, BROKEN_WALKS, broken_subject, sum_rounded_with_every_chunk
@@ -265,3 +266,23 @@ def test_keep_has_no_effect_and_says_so(twin: Subject) -> None:
 def test_wrong_weights(twin: Subject, weights: Any, keywords: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         _loss(twin, linear_case("plain").draw(twin.device), weights, **keywords)
+
+
+def test_small_weights_leave_the_gradient_its_digits(subject: Subject) -> None:
+    """float16 has none below 6e-8, and w (p - [i = y]) is there before the scale of the loss arrives."""
+    random = torch.Generator().manual_seed(4)
+    hidden = torch.randn(6, 8, generator=random).half().to(subject.device)
+    weight = torch.randn(40, 8, generator=random).half().to(subject.device)
+    target = torch.randint(40, (6,), generator=random).to(subject.device)
+    target[1] = -100
+    results = []
+    for size in (1.0, 2.0**-17, 2.0**-30):
+        weights = torch.tensor([1.0, torch.nan, 0.5, 0.75, 0.0, 1.0], device=subject.device) * size
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        with subject.serving():
+            loss = te_ce.linear_cross_entropy(*leaves, target, token_weights=weights, reduction="sum")
+        loss.backward(torch.tensor(1 / size, device=subject.device))
+        results.append((loss.detach() / size, leaves[0].grad, leaves[1].grad))
+    for scaled in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(scaled, results[0], strict=True))
+    assert (results[0][2] != 0).any(-1).all()
