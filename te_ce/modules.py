@@ -62,7 +62,7 @@ class _LossModule(nn.Module):
 
     def _more_settings(self) -> dict[str, object]:
         """What else is not at its default, by name."""
-        raise NotImplementedError
+        return {}
 
     def extra_repr(self) -> str:
         """What differs from the defaults."""

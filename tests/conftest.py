@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -58,6 +59,16 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 def twin() -> Subject:
     """The plain-torch twin, for tests of what the tests themselves accept."""
     return make_subject("torch-cpu")
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """torch.empty is filled with NaN, so an output that was never written shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 class _Tally:

@@ -129,9 +129,11 @@ def test_wrong_environment_variables(name: str, value: str, monkeypatch: pytest.
 
 
 def test_an_empty_environment_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    keywords = {"token_weights": torch.ones(3), "reduction": "sum"}
+    expected = linear_cross_entropy(_HIDDEN, _WEIGHT, _TARGET, **keywords)
     for name in ("TE_CE_CHUNK_COLUMNS", "TE_CE_CHUNK_TOKENS"):
         monkeypatch.setenv(name, "")
-    linear_cross_entropy(_HIDDEN, _WEIGHT, _TARGET, token_weights=torch.ones(3), reduction="sum")
+    assert torch.equal(linear_cross_entropy(_HIDDEN, _WEIGHT, _TARGET, **keywords), expected)
 
 
 def test_checked_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_ce import LossOptions
+from tests.support.no_sync import NoHostSync
 from tests.support.subject import Subject, forget_launches
-
-_SYNCS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "item", "_to_copy_to_host")
-
-
-class _NoHostSync(TorchDispatchMode):
-    """Raises on every operation that would read device data on the host."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func.overloadpacket.__name__ in _SYNCS:
-            raise AssertionError(f"host synchronisation: {func}")
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """torch.empty is filled with NaN, so an output that was never written shows."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.1])
@@ -97,14 +74,14 @@ def test_the_place_of_a_row_beyond_16_bytes_does_not_matter(subject: Subject, co
 def test_nothing_waits_for_the_device(subject: Subject, reduction: str, inplace: object) -> None:
     leaf = torch.randn(4, 16, device=subject.device, requires_grad=True)
     target = torch.tensor([1, -100, 3, 2], device=subject.device)
-    with _NoHostSync():
+    with NoHostSync():
         loss = subject.loss(leaf * 1.0, target, reduction=reduction, inplace=inplace, label_smoothing=0.1)
         loss.backward(torch.ones_like(loss))
     assert leaf.grad.isfinite().all()
 
 
 def test_the_sync_detector_detects() -> None:
-    with pytest.raises(AssertionError, match="host synchronisation"), _NoHostSync():
+    with pytest.raises(AssertionError, match="host synchronisation"), NoHostSync():
         torch.ones(1).item()
 
 
