@@ -86,7 +86,7 @@ def pretrain(argv: list[str]) -> int:
     from gpt.train import History, train
     from megatron.core import parallel_state
 
-    ranks = device.start()
+    ranks = device.start(config)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     loss = config.loss.implementation
     if loss in OURS:

@@ -42,6 +42,7 @@ class DataConfig:
 @dataclass
 class ParallelConfig:
     tensor_model_parallel_size: int | None = None
+    ranks_per_gpu: int = 1
 
 
 @dataclass
@@ -135,7 +136,7 @@ def command_line(argv: list[str], folder: Path) -> tuple[Config, str | None]:
     overrides = list(args.overrides)
     if args.data is not None:
         overrides.append(f"data.path={json.dumps(args.data)}")  # a YAML string, whatever the name looks like
-    config = load(args.config or folder / _default_name(), overrides)
+    config = load(args.config or folder / default_name(), overrides)
     if args.compare and config.loss.implementation not in OURS:
         raise ConfigError(
             f"--compare {args.compare}: expected loss.implementation te_ce or te_ce_linear, "
@@ -144,7 +145,7 @@ def command_line(argv: list[str], folder: Path) -> tuple[Config, str | None]:
     return config, args.compare
 
 
-def _default_name() -> str:
+def default_name() -> str:
     import torch
 
     return "gpt_gpu.yaml" if torch.cuda.is_available() else "gpt_cpu.yaml"
@@ -235,7 +236,7 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
 def _check_values(config: Config) -> None:
     """What can be judged without knowing the number of ranks."""
     may_be_zero = {"seed"}
-    for name, section in (("model", config.model), ("train", config.train)):
+    for name, section in (("model", config.model), ("train", config.train), ("parallel", config.parallel)):
         for key, value in vars(section).items():
             if isinstance(value, int) and value <= 0 and key not in may_be_zero:
                 raise ConfigError(f"{name}.{key}: expected more than 0, found {value}")

@@ -7,6 +7,7 @@ runs go through the same Megatron code.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import importlib
@@ -50,21 +51,35 @@ def check(config: Config) -> None:
                 raise ConfigError(f"{key}: expected {only} without a GPU (Megatron's optimizer), found {value}")
         return
     gpus, local = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
-    if local > gpus:
-        raise ConfigError(f"--nproc-per-node: expected at most the {gpus} GPUs of this machine, found {local}")
+    if local > gpus * config.parallel.ranks_per_gpu:
+        raise ConfigError(
+            f"--nproc-per-node: expected at most the {gpus} GPUs of this machine times parallel.ranks_per_gpu = "
+            f"{config.parallel.ranks_per_gpu}, found {local}"
+        )
 
 
-def start() -> Ranks:
-    """Joins the process group: NCCL with one GPU a rank, or gloo on the CPU."""
+def start(config: Config) -> Ranks:
+    """Joins the process group: NCCL with one GPU a rank, or gloo on the CPU and where ranks share a GPU."""
     _end_with_the_launcher()
+    shared = config.parallel.ranks_per_gpu
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) // shared)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
         _megatron_on_cpu()
-    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if shared > 1:
+        backend = "gloo"  # NCCL refuses two ranks on one GPU
+        _gradients_one_by_one()
+    torch.distributed.init_process_group(backend, timeout=TIMEOUT)
     return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
+
+
+def _gradients_one_by_one() -> None:
+    """Megatron sums its buckets of gradients in one coalesced call, which gloo does not know for a GPU's tensors."""
+    buffers = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+    vars(buffers)["_coalescing_manager"] = lambda *group, **async_ops: contextlib.nullcontext()
 
 
 def peak_memory(device: torch.device) -> float:

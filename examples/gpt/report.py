@@ -14,7 +14,16 @@ if TYPE_CHECKING:
     from gpt.device import Ranks
     from gpt.train import History
 
-COLUMNS = ["run", "step", "train_loss", "held_out_loss", "learning_rate", "tokens_per_second", "peak_memory_mib"]
+COLUMNS = [
+    "run",
+    "step",
+    "train_loss",
+    "gradient_norm",
+    "held_out_loss",
+    "learning_rate",
+    "tokens_per_second",
+    "peak_memory_mib",
+]
 
 
 class Recorder:
@@ -45,13 +54,21 @@ class Recorder:
         if self.active:
             self.bar.update()
 
-    def log(self, step: int, losses: list[float], speed: float, peak: float, learning_rate: float) -> None:
+    def log(
+        self,
+        step: int,
+        losses: list[float],
+        norms: list[float | None],
+        speed: float,
+        peak: float,
+        learning_rate: float,
+    ) -> None:
         """The steps up to `step` that were not logged yet; speed in tokens/s, peak in MiB."""
         if not self.active:
             return
         first = step - len(losses) + 1
-        for number, loss in enumerate(losses, start=first):
-            self._row(step=number, train_loss=f"{loss:.9g}")
+        for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=first):
+            self._row(step=number, train_loss=f"{loss:.9g}", gradient_norm="" if norm is None else f"{norm:.9g}")
         self._row(
             step=step,
             learning_rate=f"{learning_rate:.6g}",

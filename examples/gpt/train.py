@@ -29,11 +29,15 @@ Batches = Iterator[dict[str, torch.Tensor]]
 
 @dataclass
 class History:
-    """A run's curve: the training loss of every step, the held-out loss after some steps, in nats a token."""
+    """A run's curve: the training loss of every step, the held-out loss after some steps, in nats a token.
+
+    `norms` holds the gradient's norm at every step, None where Megatron does not compute it (no clipping).
+    """
 
     name: str
     train: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
 
 
 def train(
@@ -45,10 +49,13 @@ def train(
     reset_peak_memory(ranks.device)
     settings = config.train
     pending: list[torch.Tensor] = []
+    norms: list[float | None] = []
     recorder.begin(name, settings.steps)
     since = time.perf_counter()
     for step in range(1, settings.steps + 1):
-        pending.append(run.step())
+        loss, norm = run.step()
+        pending.append(loss)
+        norms.append(norm)
         recorder.advance()
         evaluate = step % settings.eval_interval == 0 or step == settings.steps
         if not evaluate and step % settings.log_interval:
@@ -56,9 +63,11 @@ def train(
         losses = run.averaged(torch.stack(pending)).tolist()  # waits for the device
         tokens = len(pending) * settings.global_batch_size * config.model.seq_length
         speed = tokens / (time.perf_counter() - since)
-        recorder.log(step, losses, speed, peak_memory(ranks.device), run.learning_rate())
+        recorder.log(step, losses, norms, speed, peak_memory(ranks.device), run.learning_rate())
         history.train += losses
+        history.norms += norms
         pending.clear()
+        norms.clear()
         if evaluate:
             history.held_out.append((step, run.evaluate()))
             recorder.held_out(*history.held_out[-1])
@@ -80,13 +89,14 @@ class _Run:
         model.config.grad_scale_func = self.optimizer.scale_loss
         self.training_data = self._data(text.train)
 
-    def step(self) -> torch.Tensor:
+    def step(self) -> tuple[torch.Tensor, float | None]:
+        """The loss, on the device, and the norm of the gradient before it was clipped."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = self._forward_backward(self.training_data)
-        self.optimizer.step()
+        _, norm, _ = self.optimizer.step()
         self.scheduler.step(1)
-        return loss
+        return loss, None if norm is None else float(norm)
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -115,7 +115,8 @@ def test_preprocessed_data_needs_all_its_files(tmp_path: Path) -> None:
     ("overrides", "world", "message"),
     [
         (["parallel.tensor_model_parallel_size=2"], 3, r"expected a divisor of the 3 ranks, found 2"),
-        (["parallel.tensor_model_parallel_size=-1"], 2, r"expected a divisor of the 2 ranks, found -1"),
+        (["parallel.tensor_model_parallel_size=-1"], 2, r"expected more than 0, found -1"),
+        (["parallel.ranks_per_gpu=0"], 2, r"parallel.ranks_per_gpu: expected more than 0, found 0"),
         ([], 3, r"model.num_attention_heads: expected a multiple of the tensor-parallel size 3, found 4"),
         (["model.ffn_hidden_size=511"], 2, r"model.ffn_hidden_size: expected a multiple of .* 2, found 511"),
         (["model.hidden_size=130"], 2, r"model.hidden_size: expected an even number for each of 4 heads, found 130"),

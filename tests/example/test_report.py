@@ -24,13 +24,14 @@ def test_csv_holds_every_step(recorder: report.Recorder, capsys: pytest.CaptureF
     recorder.begin("te_ce", 3)
     for _ in range(3):
         recorder.advance()
-    recorder.log(2, [5.0, 4.0], 1234.6, 99.96, 1e-3)
+    recorder.log(2, [5.0, 4.0], [None, 0.5], 1234.6, 99.96, 1e-3)
     recorder.held_out(2, 4.5)
-    recorder.log(3, [3.0], 1000.0, 100.0, 1e-4)
+    recorder.log(3, [3.0], [0.25], 1000.0, 100.0, 1e-4)
     recorder.end()
     rows = list(csv.DictReader((recorder.folder / "metrics.csv").read_text().splitlines()))
     losses = [(row["step"], row["train_loss"]) for row in rows if row["train_loss"]]
     assert losses == [("1", "5"), ("2", "4"), ("3", "3")]
+    assert [row["gradient_norm"] for row in rows if row["train_loss"]] == ["", "0.5", "0.25"]
     assert [(row["step"], row["held_out_loss"]) for row in rows if row["held_out_loss"]] == [("2", "4.5")]
     assert [(row["tokens_per_second"], row["peak_memory_mib"]) for row in rows if row["tokens_per_second"]] == [
         ("1235", "100.0"),
@@ -47,7 +48,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     silent = report.Recorder(tmp_path / "out", active=False)
     silent.begin("te_ce", 1)
     silent.advance()
-    silent.log(1, [5.0], 1.0, 1.0, 1.0)
+    silent.log(1, [5.0], [None], 1.0, 1.0, 1.0)
     silent.held_out(1, 5.0)
     silent.end()
     assert not (tmp_path / "out").exists()
