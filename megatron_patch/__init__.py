@@ -11,6 +11,7 @@ Importing this package imports no Megatron and changes nothing. Imports go one w
 
     patch.py                apply, revert, patched, status
     seams.py                what is replaced in which release
+    releases.py             which releases are known, and which is here
     bindings.py             replace and restore attributes, all or none
     application.py          one application of the patch: what it was asked for, what it has said
     model.py                labels, tensor-parallel group and widths of a model
@@ -24,6 +25,7 @@ Importing this package imports no Megatron and changes nothing. Imports go one w
     main_grad.py            the weight's gradient, accumulated into main_grad
     native.py               stand-ins for Megatron's own losses (replace_native)
     transformer_engine.py   "te" served, and the checks that refuse it lifted (replace_te)
+    arguments.py            Megatron's command line: the values, and te_ce's options as --te-ce-*
     config.py               does a configuration ask for te_ce; dead settings refused
     status.py               what status() returns
     log.py                  what the log says, and on which rank

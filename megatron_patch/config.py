@@ -12,6 +12,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from megatron_patch.application import Application
+
 IMPLEMENTATION = "te_ce"
 """The loss on logits."""
 LINEAR = "te_ce_linear"
@@ -51,6 +53,19 @@ def asks_for_linear(config: Any) -> bool:
     return asks_for_te_ce(config) and config.cross_entropy_fusion_impl == LINEAR
 
 
+def check_keep_is_used(config: Any, keep: object) -> None:
+    """Refuse a `keep` for a configuration whose loss is computed on logits, which nobody drops.
+
+    Raises:
+        ValueError: `keep` is not the usual "recompute", and `config` asks for te_ce on logits.
+    """
+    if keep != "recompute" and asks_for_te_ce(config) and not asks_for_linear(config):
+        raise ValueError(
+            f'keep: expected "recompute" for cross_entropy_fusion_impl="{IMPLEMENTATION}", the loss on logits, got '
+            f'{keep!r}; set cross_entropy_fusion_impl="{LINEAR}"'
+        )
+
+
 def asks_for_transformer_engine(config: Any) -> bool:
     """Whether `config`, a TransformerConfig or Megatron's arguments, asks for Transformer Engine's loss."""
     return (
@@ -59,13 +74,14 @@ def asks_for_transformer_engine(config: Any) -> bool:
     )
 
 
-def check_after(original: Callable[..., None], is_active: Callable[[], bool]) -> Callable[..., None]:
-    """`ModelParallelConfig.__post_init__`, followed by the check; only the original once `is_active()` is False."""
+def check_after(original: Callable[..., None], application: Application) -> Callable[..., None]:
+    """`ModelParallelConfig.__post_init__`, followed by the checks; only the original once reverted."""
 
     @functools.wraps(original)
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if is_active():
+        if application.active:
             asks_for_te_ce(self)
+            check_keep_is_used(self, application.keep)
 
     return __post_init__

@@ -37,7 +37,7 @@ def linear_loss(labels: Tensor, logits: DeferredLogits, application: Application
     Args:
         labels: [b, s] int64 or int32, any strides, not written to. Negative: loss and gradient 0.
         logits: [s, b, V / TP], deferred.
-        application: gives te_ce's options.
+        application: gives te_ce's options, and `keep`.
 
     Returns:
         [b, s] float32, contiguous.
@@ -56,7 +56,9 @@ def linear_loss(labels: Tensor, logits: DeferredLogits, application: Application
     if layer.gradient_accumulation_fusion and weight.requires_grad:
         gradient = functools.partial(MainGradient, weight, getattr(weight, "main_grad", None))
     tensors = LinearTensors(origin.hidden, weight, origin.bias, target, None, None)
-    arguments = LinearArguments(layer_group(layer), options, sequence_parallel=layer.sequence_parallel)
+    arguments = LinearArguments(
+        layer_group(layer), options, sequence_parallel=layer.sequence_parallel, keep=application.keep
+    )
     loss = cast(Tensor, linear_cross_entropy_into(gradient, tensors, arguments, {}))
     application.heads[FUSED] += 1
     _say(FUSED, "the loss is fused with the output layer, whose logits are not computed", application)
@@ -80,9 +82,11 @@ def report_logits(model: Any, logits: Tensor, application: Application) -> None:
     """Record that a loss asked for as te_ce_linear is about to be computed on `logits`, and why; once in the log.
 
     Raises:
-        PatchError: with `strict`, instead.
+        PatchError: with `strict`, or with a `keep` that cannot be honoured, instead.
     """
     reason = _reason(model, logits)
+    if application.keep != "recompute":
+        raise PatchError(f"te_ce_linear: keep={application.keep!r} cannot be honoured: {reason}; leave keep out")
     if application.strict:
         raise PatchError(
             f'te_ce_linear: {reason}; set cross_entropy_fusion_impl="te_ce", or apply without strict to have the loss '

@@ -13,20 +13,25 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from megatron_patch import bindings, seams
+from megatron_patch import bindings, releases, seams
 from megatron_patch.application import Application
 from megatron_patch.errors import PatchError
 from megatron_patch.log import logger, say
 from megatron_patch.status import BindingStatus, Status
 from te_ce import LossOptions
 from te_ce.counters import served
+from te_ce.linear.chunks import Keep, check_keep
 
 _lock = threading.RLock()
 _current: tuple[Application, list[bindings.Binding]] | None = None
 
 
 def apply(
-    replace_native: bool = False, replace_te: bool = False, options: LossOptions | None = None, strict: bool = False
+    replace_native: bool = False,
+    replace_te: bool = False,
+    options: LossOptions | None = None,
+    strict: bool = False,
+    keep: Keep = "recompute",
 ) -> None:
     """Make Megatron know te_ce's loss. Inert until a TransformerConfig asks for it with
     `cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te_ce"`, or "te_ce_linear" for the loss fused with the
@@ -45,22 +50,26 @@ def apply(
         strict: raise where there would be a warning: a release of Megatron that is not known, a binding that
             another party has changed before, a model class that overrides the loss; and later, in training, a
             "te_ce_linear" that cannot be had and would be served on logits.
+        keep: logits that "te_ce_linear" keeps from forward to backward, as `te_ce.linear_cross_entropy` takes it. Only
+            that loss can honour it: with "te_ce", or where "te_ce_linear" would be served on logits, it is an error.
 
     Raises:
         PatchError: Megatron is missing or too old, a symbol to replace is missing, the patch is applied with other
             arguments, or, with `strict`, anything doubtful. Nothing is then replaced.
-        TypeError, ValueError: `options` do not fit Megatron.
+        TypeError, ValueError: `options` do not fit Megatron, or `keep` is none.
     """
     global _current
     options = _check_options(options)
+    check_keep(keep)
     with _lock:
+        wanted = Application(options, bool(replace_native), bool(replace_te), bool(strict), keep)
         if _current is not None:
-            _check_same(*_current, Application(options, bool(replace_native), bool(replace_te)), strict)
+            _check_same(*_current, wanted, strict)
             return
-        application = Application(options, bool(replace_native), bool(replace_te), bool(strict))
-        version = seams.megatron_version()
+        application = wanted
+        version = releases.megatron_version()
         planned, doubts = seams.plan(application)
-        _raise_or_warn(seams.version_doubts(version) + doubts, strict)
+        _raise_or_warn(releases.version_doubts(version) + doubts, strict)
         bindings.install(planned)
         _current = (application, planned)
     say("megatron_patch: megatron-core %s, replaced %s", version, ", ".join(binding.name for binding in planned))
@@ -88,11 +97,15 @@ def revert(strict: bool = False) -> None:
 
 @contextlib.contextmanager
 def patched(
-    replace_native: bool = False, replace_te: bool = False, options: LossOptions | None = None, strict: bool = False
+    replace_native: bool = False,
+    replace_te: bool = False,
+    options: LossOptions | None = None,
+    strict: bool = False,
+    keep: Keep = "recompute",
 ) -> Iterator[None]:
     """Context manager: `apply` with these arguments, and `revert` unless it was applied before."""
     before = _current
-    apply(replace_native, replace_te, options, strict)
+    apply(replace_native, replace_te, options, strict, keep)
     try:
         yield
     finally:
@@ -110,6 +123,7 @@ def status() -> Status:
             replace_native=application is not None and application.replace_native,
             replace_te=application is not None and application.replace_te,
             options=None if application is None else application.options,
+            keep=None if application is None else application.keep,
             megatron=None if core is None else str(getattr(core, "__version__", "unknown")),
             bindings=tuple(
                 BindingStatus(b.owner, b.attribute, b.role, b.is_ours(), bindings.describe(b.found())) for b in planned
@@ -144,8 +158,9 @@ def _check_same(application: Application, planned: list[bindings.Binding], wante
 
 def _arguments(application: Application) -> tuple[object, str]:
     """What `apply` was given, to compare and to print."""
-    native, te, options = application.replace_native, application.replace_te, application.options
-    return (native, te, options), f"replace_native={native}, replace_te={te}, {options}"
+    native, te = application.replace_native, application.replace_te
+    options, keep = application.options, application.keep
+    return (native, te, options, keep), f"replace_native={native}, replace_te={te}, keep={keep!r}, {options}"
 
 
 def _taken_over(binding: bindings.Binding) -> str:

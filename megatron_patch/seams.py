@@ -10,7 +10,8 @@
              the two functions around them
     te       te_parallel_cross_entropy, every module attribute that      0.12 - 0.19, with replace_te only
              holds it
-    check    megatron.training.arguments.validate_args, likewise         where megatron.training imports, replace_te
+    parser   megatron.training.arguments.add_megatron_arguments and      where megatron.training imports
+    check    validate_args, yaml_arguments.validate_yaml, likewise
 
 The function names are the obvious targets, and the wrong ones: every caller has its own alias of them, bound before
 anybody can patch. A symbol that is missing, or has another signature than the releases known, is an error; what is
@@ -19,19 +20,18 @@ merely unusual (an unknown release, somebody else's earlier patch) is a doubt, w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
-import re
+from collections.abc import Callable
 from typing import Any
 
-from megatron_patch import config, native, output_layer, scope, transformer_engine, wiring
+from megatron_patch import arguments, config, native, output_layer, scope, transformer_engine, wiring
 from megatron_patch.application import Application
 from megatron_patch.bindings import ABSENT, Binding, aliases, describe
 from megatron_patch.errors import PatchError
-
-FIRST, LAST = (0, 10), (0, 19)
-"""Releases of megatron-core whose wiring is known, as (major, minor)."""
+from megatron_patch.releases import LAST, imported_version, parsed, unsupported
 
 _LOGITS = ("vocab_parallel_logits", "target")
 _UNFUSED = ((*_LOGITS, "label_smoothing"), (*_LOGITS, "label_smoothing", "tp_group"))
@@ -67,34 +67,9 @@ TE_FUNCTION = Seam(
     "te_parallel_cross_entropy",
     (("logits", "labels", "tp_group"), ("logits", "labels", "tp_group", "is_cg_capturable")),
 )
+PARSER = Seam("megatron.training.arguments", "add_megatron_arguments", (("parser",),))
 ARGUMENT_CHECK = Seam("megatron.training.arguments", "validate_args", (("args", "defaults"),))
-
-
-def megatron_version() -> str:
-    """Version of the installed megatron-core, which is imported.
-
-    Raises:
-        PatchError: megatron-core is missing, does not import, or is older than the oldest release supported.
-    """
-    wanted = f"megatron-core >= {FIRST[0]}.{FIRST[1]}"
-    try:
-        core = importlib.import_module("megatron.core")
-    except ImportError as error:
-        raise PatchError(f"megatron_patch needs {wanted}: import megatron.core failed ({error}); install it") from error
-    version = str(getattr(core, "__version__", "unknown"))
-    release = _release(version)
-    if release is not None and release < FIRST:
-        raise PatchError(f"megatron_patch needs {wanted}, found {version}; install a newer release")
-    return version
-
-
-def version_doubts(version: str) -> list[str]:
-    """One line if nothing is known about this release."""
-    release = _release(version)
-    if release is not None and FIRST <= release <= LAST:
-        return []
-    known = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
-    return [f"megatron-core {version}: expected {known}, the releases whose wiring is known; check status()"]
+YAML_CHECK = Seam("megatron.training.yaml_arguments", "validate_yaml", (("args", "defaults"),))
 
 
 def plan(application: Application) -> tuple[list[Binding], list[str]]:
@@ -110,7 +85,7 @@ def plan(application: Application) -> tuple[list[Binding], list[str]]:
     bindings += _linear_bindings(holder, application, doubts)
     holder, attribute, original = _find(CONFIG_HOOK, doubts)
     check = transformer_engine.without_refusal(original, application) if application.replace_te else original
-    hook = config.check_after(check, lambda: application.active)
+    hook = config.check_after(check, application)
     bindings.append(Binding(holder, attribute, original, hook, "config"))
     if application.replace_native:
         unfused, fused = native.make_unfused(application), native.make_fused(application)
@@ -124,8 +99,8 @@ def plan(application: Application) -> tuple[list[Binding], list[str]]:
             replacement = make(original, loss, application)
             bindings += [Binding(module, name, original, replacement, "native") for module, name in aliases(original)]
     if application.replace_te:
-        bindings += _te_bindings(application, doubts) + _check_bindings(application, doubts)
-    return bindings, doubts
+        bindings += _te_bindings(application, doubts)
+    return bindings + _training_bindings(application, doubts), doubts
 
 
 def _linear_bindings(models: Any, application: Application, doubts: list[str]) -> list[Binding]:
@@ -156,15 +131,34 @@ def _te_bindings(application: Application, doubts: list[str]) -> list[Binding]:
     return [Binding(module, name, original, replacement, "te") for module, name in holders]
 
 
-def _check_bindings(application: Application, doubts: list[str]) -> list[Binding]:
-    """The check of the command line's arguments. A script that cannot import it is not stopped by it either."""
+def _training_bindings(application: Application, doubts: list[str]) -> list[Binding]:
+    """Megatron's command line and its checks. A script that cannot import them does not go through them either."""
     try:
-        importlib.import_module(ARGUMENT_CHECK.module)
+        training = importlib.import_module(PARSER.module)
     except Exception:  # whatever a package that was made for another Python or other packages raises
         return []
-    _, _, original = _find(ARGUMENT_CHECK, doubts)
-    replacement = transformer_engine.without_refusal(original, application)
-    return [Binding(module, name, original, replacement, "check") for module, name in aliases(original)]
+    bindings = []
+    # Up to 0.11 there is no such function, and no choice of the implementation on the command line.
+    if hasattr(training, PARSER.name) or (parsed(imported_version()) or LAST) >= (0, 12):
+        bindings += _aliased(PARSER, "parser", lambda original: arguments.adding(original, application), doubts)
+    checks = [ARGUMENT_CHECK]
+    with contextlib.suppress(ImportError):
+        importlib.import_module(YAML_CHECK.module)
+        checks.append(YAML_CHECK)
+    for seam in checks:
+        bindings += _aliased(seam, "check", lambda original: _check(original, application), doubts)
+    return bindings
+
+
+def _check(original: Any, application: Application) -> Any:
+    return arguments.taking(transformer_engine.without_refusal(original, application), application)
+
+
+def _aliased(seam: Seam, role: str, make: Callable[[Any], Any], doubts: list[str]) -> list[Binding]:
+    """Every module attribute that holds the seam's function."""
+    _, _, original = _find(seam, doubts)
+    replacement = make(original)
+    return [Binding(module, name, original, replacement, role) for module, name in aliases(original)]
 
 
 def _find(seam: Seam, doubts: list[str]) -> tuple[Any, str, Any]:
@@ -177,9 +171,7 @@ def _find(seam: Seam, doubts: list[str]) -> tuple[Any, str, Any]:
         holder = getattr(holder, step, None)
     original = getattr(holder, "__dict__", {}).get(attribute)
     if original is None:
-        raise PatchError(
-            f"{seam.module}.{seam.name}: expected in megatron-core, not found; this release is not supported"
-        )
+        raise PatchError(f"{seam.module}.{seam.name}: expected in megatron-core, not found; {unsupported()}")
     if getattr(original, "__module__", None) != seam.module:
         doubts.append(f"{seam.module}.{seam.name}: expected Megatron's own, found {describe(original)}")
     else:
@@ -196,8 +188,7 @@ def _check_parameters(seam: Seam, original: Any) -> None:
     if found not in seam.parameters:
         expected = " or ".join(f"({', '.join(names)})" for names in seam.parameters)
         raise PatchError(
-            f"{seam.module}.{seam.name}: expected parameters {expected}, found ({', '.join(found)}); "
-            "this release is not supported"
+            f"{seam.module}.{seam.name}: expected parameters {expected}, found ({', '.join(found)}); {unsupported()}"
         )
 
 
@@ -213,8 +204,3 @@ def _overriding_subclasses(holder: Any, attribute: str) -> list[str]:
             name = f"{subclass.__module__}.{subclass.__qualname__}"
             doubts.append(f"{name} overrides {attribute}: te_ce serves it only where it calls super()")
     return doubts
-
-
-def _release(version: str) -> tuple[int, int] | None:
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else None

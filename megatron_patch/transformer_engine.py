@@ -4,7 +4,7 @@ A model whose configuration asks for "te" is served by the loss method (wiring.p
 
     te_parallel_cross_entropy   Megatron's wrapper around Transformer Engine's loss, for whoever calls it directly;
                                 None where Transformer Engine is missing
-    validate_args               refuses "te" from 0.18.1 on, and every fused loss in deterministic mode
+    validate_args               refuses "te" from 0.18.1 on, and every fused loss, te_ce's too, in deterministic mode
     __post_init__               of the configuration: warns of "te" in 0.19
 
 Megatron objects to faults of Transformer Engine's kernel, which te_ce's loss does not have. While such a function
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_patch.application import Application
-from megatron_patch.config import asks_for_transformer_engine
+from megatron_patch.config import asks_for_te_ce, asks_for_transformer_engine
 from megatron_patch.deferred import plain
 from megatron_patch.log import say
 from megatron_patch.model import ignore_negative
@@ -57,28 +57,38 @@ def stand_in(original: Callable[..., Tensor] | None, application: Application) -
 
 
 def without_refusal(original: Callable[..., Any], application: Application) -> Callable[..., Any]:
-    """`original`, which checks the settings in its first argument, without its objections to what te_ce serves."""
+    """`original`, which checks the settings in its first argument, without its objections to what te_ce serves.
+
+    Those are to "te", and in deterministic mode to every fused loss: te_ce's has the same bits in every run.
+    """
     first = next(iter(inspect.signature(original).parameters))
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
         settings = args[0] if args else kwargs.get(first)
-        if not application.active or not asks_for_transformer_engine(settings):
+        shown = _unobjectionable(settings, application) if application.active else {}
+        if not shown:
             return original(*args, **kwargs)
-        with _unobjectionable(settings):
+        with _shown(settings, shown):
             result = original(*args, **kwargs)
-        _say_once(original, application)
+        _say_once(original, shown, settings, application)
         return result
 
     return function
 
 
-@contextlib.contextmanager
-def _unobjectionable(settings: Any) -> Iterator[None]:
-    """Within: Megatron's own fused loss is asked for; in deterministic mode, where that is refused too, none."""
-    shown: dict[str, object] = {"cross_entropy_fusion_impl": "native"}
-    if getattr(settings, "deterministic_mode", False):
+def _unobjectionable(settings: Any, application: Application) -> dict[str, object]:
+    """Settings that Megatron has no objection to, in the place of those that te_ce serves all the same."""
+    is_te = application.replace_te and asks_for_transformer_engine(settings)
+    shown: dict[str, object] = {"cross_entropy_fusion_impl": "native"} if is_te else {}
+    if getattr(settings, "deterministic_mode", False) and (is_te or asks_for_te_ce(settings)):
         shown["cross_entropy_loss_fusion"] = False
+    return shown
+
+
+@contextlib.contextmanager
+def _shown(settings: Any, shown: dict[str, object]) -> Iterator[None]:
+    """Within: the settings have these values."""
     kept = {name: getattr(settings, name) for name in shown}
     for name, value in shown.items():
         setattr(settings, name, value)
@@ -89,12 +99,14 @@ def _unobjectionable(settings: Any) -> Iterator[None]:
             setattr(settings, name, value)
 
 
-def _say_once(original: Callable[..., Any], application: Application) -> None:
+def _say_once(original: Callable[..., Any], shown: dict[str, object], settings: Any, application: Application) -> None:
     name = original.__qualname__
     if name not in application.said:
         application.said.add(name)
         say(
-            'megatron_patch: cross_entropy_fusion_impl="te" is served by te_ce; %s is shown "native" in its place (in '
-            "deterministic mode: no fusion), so that its check does not refuse it",
+            'megatron_patch: cross_entropy_fusion_impl="%s" is served by te_ce; %s is shown %s in its place, so that '
+            "its check does not refuse it",
+            settings.cross_entropy_fusion_impl,
             name,
+            ", ".join(f"{setting}={value!r}" for setting, value in shown.items()),
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_patch.agreement import agree_on_path
 from megatron_patch.application import Application
-from megatron_patch.config import asks_for_linear, asks_for_te_ce, asks_for_transformer_engine
+from megatron_patch.config import asks_for_linear, asks_for_te_ce, asks_for_transformer_engine, check_keep_is_used
 from megatron_patch.deferred import DeferredLogits, intact, plain
 from megatron_patch.linear import linear_loss, report_logits
 from megatron_patch.model import ignore_negative, is_gathered, tensor_parallel_group
@@ -47,6 +47,7 @@ def make_method(original: Callable[..., Tensor], application: Application) -> Ca
 
 def _is_ours(model: Any, logits: Tensor, application: Application) -> bool:
     if asks_for_te_ce(model.config):
+        check_keep_is_used(model.config, application.keep)
         return True
     if asks_for_transformer_engine(model.config):
         return application.replace_te

@@ -255,9 +255,33 @@ def _te_files(release: Release, te: bool) -> dict[str, str]:
     return {path: function if te else "te_parallel_cross_entropy = None"}
 
 
+def _parser(release: Release) -> str:
+    """Hand-written choices up to 0.15, generated ones after; in 0.10 neither the flag nor a function of its own."""
+    if not release.implementation_field:
+        return ""
+    choices = "IMPL.__args__" if release.model_group else "['native', 'te']"
+    return f"""
+            from typing import Literal
+            IMPL = Literal['native', 'te']
+
+            def add_megatron_arguments(parser):
+                parser.add_argument("--deterministic-mode", action="store_true")
+                parser.add_argument("--micro-batch-size", type=int, default=1)
+                group = parser.add_argument_group("network size")
+                group.add_argument("--cross-entropy-loss-fusion", action="store_true")
+                group.add_argument("--cross-entropy-fusion-impl", default="native", choices={choices})
+                return parser
+
+            def parse_args(words):
+                return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(words)
+"""
+
+
 def _training_files(release: Release) -> dict[str, str]:
     return {
         "training/arguments.py": f"""
+            import argparse
+{_parser(release)}
             def validate_args(args, defaults={{}}):
                 args.validated = defaults
                 assert args.micro_batch_size, "micro_batch_size"
@@ -267,5 +291,13 @@ def _training_files(release: Release) -> dict[str, str]:
                 assert not (args.deterministic_mode and fused), "not deterministic"
                 return args
             """,
-        "training/initialize.py": "from megatron.training.arguments import validate_args",
+        "training/yaml_arguments.py": """
+            def validate_yaml(args, defaults={}):
+                args.validated = defaults
+                return args
+            """,
+        "training/initialize.py": """
+            from megatron.training.arguments import validate_args
+            from megatron.training.yaml_arguments import validate_yaml
+            """,
     }

@@ -18,7 +18,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.tensor_parallel import cross_entropy
 
 import megatron_patch
-from megatron_patch import PatchError, seams
+from megatron_patch import PatchError, releases
 from te_ce import LossOptions
 from te_ce.counters import served
 
@@ -304,4 +304,4 @@ def test_a_module_that_is_not_a_module(monkeypatch):
 
 
 def test_supported_window_is_the_documented_one():
-    assert (seams.FIRST, seams.LAST) == ((0, 10), (0, 19))
+    assert (releases.FIRST, releases.LAST) == ((0, 10), (0, 19))

@@ -173,6 +173,16 @@ def test_strict(change, reason):
     gpt.forward(model, batch, None)  # no loss, nothing to fuse
 
 
+@changes
+def test_keep_that_cannot_be_honoured(change, reason):
+    model, batch = ask(gpt.make_model()), gpt.make_batch(2, 8)
+    change(model)
+    megatron_patch.apply(keep=0.5)
+    with pytest.raises(PatchError, match=r"te_ce_linear: keep=0.5 cannot be honoured: ") as error:
+        gpt.forward(model, batch, batch.labels)
+    assert reason in str(error.value)
+
+
 def test_forward_pre_hooks_are_allowed():
     """Megatron's DDP has one on every module, to gather the parameters."""
     model, batch, seen = ask(gpt.make_model()), gpt.make_batch(2, 8), []

@@ -124,6 +124,20 @@ def test_options_reach_the_loss(smoothing):
     assert (loss.double() - gpt.dense_cross_entropy(logits, batch.labels)).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("keep", [1.0, 1 << 21])
+def test_keep_reaches_the_loss(keep):
+    """Kept logits are seen among what the graph saves."""
+    model, batch, saved = ask(gpt.make_model()), gpt.make_batch(2, 8), []
+    with megatron_patch.patched():
+        _, expected = gpt.loss_and_grads(model, batch, gpt.mean)
+    megatron_patch.apply(keep=keep)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        _, grads = gpt.loss_and_grads(model, batch, gpt.mean)
+    assert (16, gpt.VOCAB) in saved
+    check_grads(grads, expected)
+    assert heads() == {"fused": 1}
+
+
 OPTIONS = {
     "softcap": LossOptions(softcap=3.0),
     "scale": LossOptions(scale=0.5, softcap=2.0),

@@ -199,7 +199,9 @@ def test_other_refusals_stay(install):
 
 def test_a_check_that_changed_is_an_error(install, tmp_path):
     install(NEWEST, training=True)
-    (tmp_path / "megatron" / "training" / "arguments.py").write_text("def validate_args(other): pass")
+    (tmp_path / "megatron" / "training" / "arguments.py").write_text(
+        "def add_megatron_arguments(parser): pass\ndef validate_args(other): pass"
+    )
     with pytest.raises(PatchError, match=r"validate_args: expected parameters \(args, defaults\), found \(other\)"):
         megatron_patch.apply(replace_te=True)
     assert not megatron_patch.status().applied
@@ -234,7 +236,7 @@ def test_revert_restores_by_identity(install, release, te):
 def test_arguments_by_position(install):
     for function in (megatron_patch.apply, megatron_patch.patched):
         names = list(inspect.signature(function).parameters)
-        assert names == ["replace_native", "replace_te", "options", "strict"]
+        assert names == ["replace_native", "replace_te", "options", "strict", "keep"]
     install(NEWEST)
     with megatron_patch.patched(False, True, LossOptions(label_smoothing=0.1), True):
         status = megatron_patch.status()
