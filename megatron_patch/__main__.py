@@ -18,6 +18,7 @@ import sys
 from types import ModuleType
 
 from megatron_patch import PatchError, apply, patched, status
+from megatron_patch.patch import sum_up
 
 
 def main(arguments: list[str]) -> int:
@@ -45,7 +46,10 @@ def main(arguments: list[str]) -> int:
         apply(replace_native=options.replace_native, replace_te=options.replace_te, strict=options.strict)
     except PatchError as error:
         return _fail(error)
-    _run_script(options.script, options.arguments)
+    try:
+        _run_script(options.script, options.arguments)
+    finally:
+        sum_up()
     return 0
 
 

@@ -26,6 +26,7 @@ class Application:
         heads: losses asked for as "te_ce_linear", by the path that served them ("fused", "on logits").
         reasons: why some of them were served on logits.
         agreed: the tensor-parallel groups whose ranks take the same path, as long as they live.
+        speaks: whether this process is the one of its pipeline stage that logs.
         active: False from `revert()` on. Replacements that somebody still holds then behave as the originals.
     """
 
@@ -38,4 +39,5 @@ class Application:
     heads: Counter[str] = dataclasses.field(default_factory=Counter)
     reasons: list[str] = dataclasses.field(default_factory=list)
     agreed: weakref.WeakSet[ProcessGroup] = dataclasses.field(default_factory=weakref.WeakSet)
+    speaks: bool = False
     active: bool = True

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_patch.application import Application
 from megatron_patch.deferred import DeferredLogits
 from megatron_patch.errors import PatchError
-from megatron_patch.log import say_from_this_stage
+from megatron_patch.log import announce
 from megatron_patch.main_grad import MainGradient
 from megatron_patch.model import ignore_negative
 from megatron_patch.output_layer import layer_group
@@ -61,7 +61,7 @@ def linear_loss(labels: Tensor, logits: DeferredLogits, application: Application
     )
     loss = cast(Tensor, linear_cross_entropy_into(gradient, tensors, arguments, {}))
     application.heads[FUSED] += 1
-    _say(FUSED, "the loss is fused with the output layer, whose logits are not computed", application)
+    announce("te_ce_linear: the loss is fused with the output layer, whose logits are not computed", application)
     return loss.transpose(0, 1).contiguous()
 
 
@@ -95,7 +95,7 @@ def report_logits(model: Any, logits: Tensor, application: Application) -> None:
     application.heads[ON_LOGITS] += 1
     if reason not in application.reasons:
         application.reasons.append(reason)
-    _say(reason, f"the loss is computed on logits, because {reason}", application)
+    announce(f"te_ce_linear: the loss is computed on logits, because {reason}", application)
 
 
 def _reason(model: Any, logits: Tensor) -> str:
@@ -111,10 +111,3 @@ def _reason(model: Any, logits: Tensor) -> str:
         for layer in output_layers(model)
     ]
     return f"they do not come straight from Megatron's output layer; the model's is {' or '.join(kinds) or 'missing'}"
-
-
-def _say(key: str, message: str, application: Application) -> None:
-    key = f"te_ce_linear: {key}"
-    if key not in application.said:
-        application.said.add(key)
-        say_from_this_stage("megatron_patch: te_ce_linear: %s", message)

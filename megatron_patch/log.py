@@ -7,6 +7,8 @@ import os
 
 import torch
 
+from megatron_patch.application import Application
+
 logger = logging.getLogger("megatron_patch")
 
 
@@ -16,13 +18,24 @@ def say(message: str, *arguments: object) -> None:
         logger.warning(message, *arguments)
 
 
-def say_from_this_stage(message: str, *arguments: object) -> None:
-    """Log `message` likewise, on the first tensor- and data-parallel rank of this pipeline stage.
+def announce(message: str, application: Application) -> None:
+    """Log `message` once in this application of the patch, on the first tensor- and data-parallel rank of the stage.
 
-    What happens in the last stage only, as losses do, the first rank of all may never come upon.
+    What happens in the last pipeline stage only, as losses do, the first rank of all may never come upon.
     """
+    if message in application.said:
+        return
+    application.said.add(message)
     if _is_first_of_stage():
-        logger.warning(message, *arguments)
+        application.speaks = True
+        logger.warning("megatron_patch: %s", message)
+
+
+def sum_up(application: Application, served: dict[str, int]) -> None:
+    """At the end of a run: how many losses were served, where something was announced, and on the first rank of all."""
+    if application.speaks or _rank() == 0:
+        counts = ", ".join(f"{name} {count}" for name, count in served.items())
+        logger.warning("megatron_patch: losses served in this process: %s", counts)
 
 
 def _is_first_of_stage() -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from megatron_patch import bindings, releases, seams
+from megatron_patch import bindings, log, releases, seams
 from megatron_patch.application import Application
 from megatron_patch.errors import PatchError
 from megatron_patch.log import logger, say
@@ -132,6 +132,13 @@ def status() -> Status:
             heads={} if application is None else dict(application.heads),
             reasons=() if application is None else tuple(application.reasons),
         )
+
+
+def sum_up() -> None:
+    """Write to the log what was served; for the end of a run."""
+    with _lock:
+        if _current is not None:
+            log.sum_up(_current[0], served())
 
 
 def _check_options(options: LossOptions | None) -> LossOptions:

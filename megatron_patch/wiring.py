@@ -22,6 +22,7 @@ from megatron_patch.application import Application
 from megatron_patch.config import asks_for_linear, asks_for_te_ce, asks_for_transformer_engine, check_keep_is_used
 from megatron_patch.deferred import DeferredLogits, intact, plain
 from megatron_patch.linear import linear_loss, report_logits
+from megatron_patch.log import announce
 from megatron_patch.model import ignore_negative, is_gathered, tensor_parallel_group
 from te_ce import LossOptions, vocab_parallel_cross_entropy
 
@@ -39,6 +40,8 @@ def make_method(original: Callable[..., Tensor], application: Application) -> Ca
             report_logits(self, logits, application)
         logits = plain(logits)
         if application.active and _is_ours(self, logits, application):
+            if not asks_for_linear(self.config):  # of that the reason is said
+                announce("te_ce: the loss is computed on logits", application)
             return language_model_loss(self, labels, logits, application.options)
         return original(self, labels, logits)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megatron_patch
-from megatron_patch import wiring
+from megatron_patch import patch, wiring
 from te_ce import LossOptions
 from te_ce.counters import served
 
@@ -79,6 +79,21 @@ def test_flag_in_the_constructor_and_a_model_built_before_the_patch(asking):
     losses = [gpt.loss_and_grads(model, batch, gpt.mean)[0] for model in (built_before, built_after)]
     assert torch.equal(*losses)
     torch.testing.assert_close(losses[0].double(), gpt.dense_loss(built_before, batch), rtol=0, atol=1e-5)
+
+
+def test_log_says_once_what_serves(asking, caplog):
+    megatron_patch.apply()
+    model, batch = asking(gpt.make_model()), gpt.make_batch(2, 8)
+    caplog.clear()
+    for _ in range(3):
+        gpt.loss_and_grads(model, batch, gpt.mean)
+    assert [record.getMessage() for record in caplog.records if record.name == "megatron_patch"] == [
+        "megatron_patch: te_ce: the loss is computed on logits"
+    ]
+    caplog.clear()
+    patch.sum_up()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "megatron_patch"]
+    assert line == f"megatron_patch: losses served in this process: triton 0, torch {served()['torch']}"
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "native fused"])

@@ -157,6 +157,8 @@ def test_launcher_under_torchrun_with_a_model(tmp_path):
     assert error < 1e-5
     assert arguments == ["--lr", "1"]
     assert "replaced megatron.core" in result.stderr
+    assert "megatron_patch: te_ce: the loss is computed on logits\n" in result.stderr
+    assert result.stderr.rstrip().endswith("megatron_patch: losses served in this process: triton 0, torch 1")
 
 
 def test_launcher_replaces_native(tmp_path):
@@ -165,6 +167,7 @@ def test_launcher_replaces_native(tmp_path):
     result = run("-m", "megatron_patch", "--replace-native", script)
     assert "replace_native=True" in result.stdout, result.stderr
     assert "NOT OURS" not in result.stdout
+    assert "megatron_patch: losses served in this process: triton 0, torch 0" in result.stderr
 
 
 def test_launcher_replaces_te(tmp_path):
