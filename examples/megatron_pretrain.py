@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,11 +52,9 @@ def provide_model(
         spec = get_gpt_layer_with_transformer_engine_spec()
     else:
         spec = get_gpt_layer_local_spec(normalization=args.normalization)
-    heads = {}
+    heads = None
     if args.mtp_num_layers:
-        heads["mtp_block_spec"] = get_gpt_mtp_block_spec(
-            config, spec, use_transformer_engine=uses_te, vp_stage=vp_stage
-        )
+        heads = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=uses_te, vp_stage=vp_stage)
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -129,8 +128,17 @@ def _sum_of_losses(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tens
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}
 
 
+def _take_the_wheels_helpers() -> None:
+    """A wheel holds the data sets' helpers compiled, but no Makefile, without which Megatron would end the run."""
+    from megatron.core.datasets import utils
+
+    if not (Path(utils.__file__).parent / "Makefile").exists():
+        utils.compile_helpers = lambda: None
+
+
 def main() -> None:
     """Train. Up to 0.17 `pretrain` reads the command line itself; later it takes what was read from it."""
+    _take_the_wheels_helpers()
     try:
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
         from megatron.training.arguments import parse_and_validate_args

@@ -66,11 +66,16 @@ def device() -> torch.device:
 
 
 @contextlib.contextmanager
-def model_parallel(size: int):
-    """Megatron's groups over the initialised process group, `size` ranks to a tensor-parallel group."""
+def model_parallel(size: int, **sizes: Any):
+    """Megatron's groups over the initialised process group, `size` ranks to a tensor-parallel group.
+
+    Args:
+        size: of the tensor-parallel groups.
+        sizes: other arguments of Megatron's `initialize_model_parallel`.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size, **sizes)
     try:
         yield
     finally:
@@ -105,8 +110,18 @@ def make_config(tp: int = 1, **fields: Any):
     return config
 
 
-def make_model(tp: int = 1, tied: bool = False, parallel_output: bool = True, seed: int = 0, **fields: Any):
-    """A GPTModel with the same weights for the same seed, whatever the loss; with heads for `mtp_num_layers` tokens."""
+def make_model(
+    tp: int = 1,
+    tied: bool = False,
+    parallel_output: bool = True,
+    seed: int = 0,
+    stage: dict[str, Any] | None = None,
+    **fields: Any,
+):
+    """A GPTModel with the same weights for the same seed, whatever the loss; with heads for `mtp_num_layers` tokens.
+
+    `stage` holds arguments of GPTModel that make it a pipeline stage.
+    """
     torch.manual_seed(seed)
     with warnings.catch_warnings(), _norm_under_sequence_parallelism():
         warnings.simplefilter("ignore")
@@ -119,6 +134,7 @@ def make_model(tp: int = 1, tied: bool = False, parallel_output: bool = True, se
             config=config,
             transformer_layer_spec=spec,
             **heads,
+            **(stage or {}),
             vocab_size=VOCAB,
             max_sequence_length=32,
             parallel_output=parallel_output,

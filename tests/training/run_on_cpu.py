@@ -7,13 +7,8 @@ from __future__ import annotations
 
 import runpy
 import sys
-import warnings
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-warnings.simplefilter("ignore")
-
-import cpu_cuda  # noqa: E402
+from tests.support import cpu_cuda
 
 if __name__ == "__main__":
     cpu_cuda.install()

@@ -1,8 +1,8 @@
 """Stand-ins for CUDA under which `megatron.training` trains on a CPU over gloo: for tests only.
 
 Megatron's training program takes a GPU for granted: it asks torch.cuda for devices, streams, memory and random states,
-and names "cuda" where it makes tensors. `install()`, before Megatron is imported, has all of it answered on the CPU.
-Nothing that computes is replaced.
+and names "cuda" where it makes tensors; its schedules do so, too. `install()`, before Megatron is imported, has all of
+it answered on the CPU for good, `installed()` within a `with`. Nothing that computes is replaced.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils.data
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
-_MODES: list[Any] = []  # entered for good: a mode that is collected is left
+_FOR_GOOD: list[Any] = []  # contexts that are never left
 
 
 class _Quiet:
@@ -89,6 +91,24 @@ def install() -> None:
     """Answer Megatron's questions about CUDA on the CPU, in this process, for good."""
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # dynamo asks the CUDA runtime
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists, with tensor parallelism
+    _FOR_GOOD.append(installed())
+    _FOR_GOOD[-1].__enter__()
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Within: Megatron's questions about CUDA are answered on the CPU."""
+    with contextlib.ExitStack() as stack:
+        for name, answer in _answers().items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        for holder, name, replacement in _methods():
+            stack.enter_context(mock.patch.object(holder, name, replacement, create=True))
+        stack.enter_context(_CudaMeansCpu())
+        yield
+
+
+def _answers() -> dict[str, Any]:
+    """What torch.cuda's functions return."""
     device = SimpleNamespace(major=9, minor=0, name="CPU", total_memory=1 << 34, multi_processor_count=1)
     answers: dict[str, Any] = {
         "is_available": lambda: True,
@@ -119,29 +139,27 @@ def install() -> None:
     answers |= {name: _answer(None) for name in quiet}
     sizes = ["memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"]
     answers |= {name: _answer(0) for name in sizes}
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, answer)
-    _patch_torch()
+    return answers
 
 
-def _patch_torch() -> None:
-    torch.Tensor.cuda = lambda self, *_, **__: self
-    torch.nn.Module.cuda = lambda self, *_, **__: self
-    torch.optim.Optimizer._accelerator_graph_capture_health_check = _nothing
+def _methods() -> list[tuple[Any, str, Any]]:
     original = torch.utils.data.DataLoader.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **{**kwargs, "pin_memory": False})
 
-    torch.utils.data.DataLoader.__init__ = __init__
-    _MODES.append(_CudaMeansCpu())
-    _MODES[-1].__enter__()
+    return [
+        (torch.cuda.random, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
+        (torch.cuda.random, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        (torch.Tensor, "cuda", lambda self, *_, **__: self),
+        (torch.nn.Module, "cuda", lambda self, *_, **__: self),
+        (torch.optim.Optimizer, "_accelerator_graph_capture_health_check", _nothing),
+        (torch.utils.data.DataLoader, "__init__", __init__),
+    ]
 
 
 def patch_megatron() -> None:
-    """What Megatron itself cannot do here: compile its index helpers (a wheel has them), fork a CUDA random state."""
-    from megatron.core.datasets import utils
+    """What Megatron itself cannot do here: fork a CUDA random state."""
     from megatron.core.tensor_parallel import random
 
-    utils.compile_helpers = _nothing
     random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
