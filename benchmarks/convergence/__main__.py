@@ -18,7 +18,8 @@ def main(command: list[str] | None = None) -> Path:
     """Run the command line; returns the report's path."""
     parser = argparse.ArgumentParser(prog="benchmarks.convergence", description=(__doc__ or "").splitlines()[2])
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs and the report")
-    parser.add_argument("--losses", nargs="+", default=["unfused", "te_ce", "te_ce_linear"], metavar="NAME")
+    losses = "unfused,te_ce,te_ce_linear"
+    parser.add_argument("--losses", default=losses, type=lambda text: text.split(","), metavar="NAME,NAME")
     parser.add_argument("--ranks", type=int, default=1, help="of each run, all of them tensor parallel")
     parser.add_argument("--at-once", type=int, default=1, help="runs at a time; more than 1 makes step times worthless")
     parser.add_argument("--seed", type=int, default=1234)

@@ -47,7 +47,7 @@ def main(command: list[str] | None = None) -> list[dict[str, Any]]:
     ranks = device.start(config)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size(config, ranks.world_size))
     with megatron_patch.patched():
-        rows = _compare(config, ranks)
+        rows = [{**row, "settings": " ".join(arguments.overrides)} for row in _compare(config, ranks)]
     if ranks.is_first:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / RESULT).write_text(json.dumps(rows, indent=1))
@@ -62,7 +62,8 @@ def table(path: Path) -> str:
     rows = json.loads(path.read_text())
     legend = (
         f"Relative difference in the 2-norm of each parameter's gradient, over {rows[0]['tensors']} tensors on "
-        f"{rows[0]['ranks']} rank(s): median, largest, and the tensor with the largest."
+        f"{rows[0]['ranks']} rank(s): median, largest, and the tensor with the largest. "
+        f"`torchrun --nproc-per-node {rows[0]['ranks']} -m benchmarks.convergence.gradients {rows[0]['settings']}`"
     )
     return as_markdown([[str(row[name]) for name in _COLUMNS] for row in rows], _COLUMNS) + "\n\n" + legend
 
