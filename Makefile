@@ -8,7 +8,7 @@ TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
 PYTEST = $(BIN)/python -m pytest -q
 RANKS = 2 3 4
 
-.PHONY: venv example test lint bench
+.PHONY: venv example test test-versions lint bench
 
 venv: .venv/ready
 
@@ -32,6 +32,7 @@ test: venv
 		TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(TORCHRUN) $$ranks -m pytest -q tests/distributed \
 			--must-pass-on torch-cpu --must-pass-on triton-interpreter || exit 1; \
 	done
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto tests/training
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTEST) tests/example
 ifneq ($(GPUS),0)
 	$(PYTEST) tests/unit tests/gpu --ignore tests/gpu/test_compile_on_gpu.py --must-pass-on triton-cuda
@@ -40,6 +41,11 @@ endif
 ifneq ($(filter-out 0 1,$(GPUS)),)
 	$(TORCHRUN) $(GPUS) -m pytest -q tests/distributed --must-pass-on triton-cuda
 endif
+
+# The plugin in the releases of megatron-core (or VERSIONS="0.12.3 ..."); over all of them it makes README's table. The
+# training program of the later ones needs Python 3.12: make PYTHON=python3.12 test-versions.
+test-versions: venv
+	$(BIN)/python -m tests.releases $(VERSIONS)
 
 lint: venv
 	$(BIN)/ruff check
