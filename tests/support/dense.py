@@ -1,4 +1,4 @@
-"""The truth: loss and outputs of unsharded logits in float64, by torch's own logsumexp, gather and autograd.
+"""The truth: loss and outputs of unsharded logits in float64, by torch's own log_softmax, gather and autograd.
 
 Written from the definitions, not from the formulas of the gradient: whatever gradient they have is autograd's.
 """
@@ -64,8 +64,9 @@ def dense_values(logits: Tensor, target: Tensor, options: LossOptions) -> dict[s
     z, _, _ = transformed(logits.double().reshape(-1, logits.shape[-1])[:, :classes], options)
     y = target.reshape(-1).long()
     is_class = (y >= 0) & (y < classes)
-    lse = z.logsumexp(-1)
-    log_p = z - lse[:, None]
+    # Not by logsumexp: of equal logits of 1e30 it has lost log n, even in float64, and so has its derivative.
+    log_p = z.log_softmax(-1)
+    lse = (z - log_p).gather(1, z.argmax(-1, keepdim=True))[:, 0]
     log_probs = log_p.gather(1, torch.where(is_class, y, 0)[:, None])[:, 0]
     # p log p is 0 where p is, and so is its derivative.
     surprise = -log_p.where(z != -torch.inf, 0.0)
@@ -73,7 +74,8 @@ def dense_values(logits: Tensor, target: Tensor, options: LossOptions) -> dict[s
     if alpha and options.smoothing == "uniform":
         loss = -(1 - alpha) * log_probs - alpha * log_p.mean(-1)
     elif alpha:
-        loss = -(1 - alpha) * log_probs + alpha / (classes - 1) * (log_probs - log_p.sum(-1))
+        of_others = log_p.scatter(1, torch.where(is_class, y, 0)[:, None], 0.0).sum(-1)
+        loss = -(1 - alpha) * log_probs - alpha / (classes - 1) * of_others
     else:
         loss = -log_probs
     z_loss = options.z_loss_weight * lse**2

@@ -211,14 +211,19 @@ def truth_of(inputs: Inputs, grads: OutputGrads | None = None) -> Truth:
 def check(subject: Subject, inputs: Inputs, result: Result, truth: Truth | None = None) -> None:
     """All values within the bounds of the loss on logits, and all gradients within their tolerance."""
     truth = truth_of(inputs) if truth is None else truth
-    for name, value in result.values.items():
+    check_values(inputs, result.values, truth)
+    check_gradients(subject, inputs, result.grads, truth)
+
+
+def check_values(inputs: Inputs, values: dict[str, Tensor], truth: Truth) -> None:
+    """Of every row, within the bounds of the loss on logits."""
+    for name, value in values.items():
         assert value.shape == inputs.target.shape, name
         if name == "predictions":
             check_predictions(value, truth.rows, inputs.options)
         else:
             assert value.dtype == torch.promote_types(inputs.hidden.dtype, torch.float32), name
             check_value(name, value, truth.rows, inputs.target, inputs.options)
-    check_gradients(subject, inputs, result.grads, truth)
 
 
 def check_gradients(subject: Subject, inputs: Inputs, got: dict[str, Tensor], truth: Truth) -> None:

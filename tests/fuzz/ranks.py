@@ -1,0 +1,239 @@
+"""Property: real ranks, on logits and fused. The first rank draws for all, and judges.
+
+`torchrun --nproc-per-node 2 -m tests.fuzz.ranks 1000` runs so many examples; tests/distributed/test_fuzz.py a few.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from te_ce import LossOptions, LossOutput, VocabShard
+from tests.fuzz import linear as linear_fuzz
+from tests.fuzz import strategies as draws
+from tests.fuzz.judge import Expected
+from tests.fuzz.linear import Layer
+from tests.fuzz.shards import Sharded, check_values, used
+from tests.fuzz.tally import Tally
+from tests.fuzz.values import batch
+from tests.support import linear
+from tests.support.bits import same_bits
+from tests.support.subject import Subject
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedOverRanks:
+    """A layer whose weight is cut into `widths`."""
+
+    layer: Layer
+    widths: tuple[int, ...]
+    sequence_parallel: bool
+
+
+@st.composite
+def over_ranks(draw: Any, ranks: int) -> Sharded | FusedOverRanks:
+    """Any loss on logits, or a fused one, over so many ranks."""
+    if draw(st.booleans()):
+        cut = draw(st.lists(st.integers(0, 130), min_size=ranks, max_size=ranks).filter(any).map(tuple))
+        values = draw(draws.values())
+        return Sharded(
+            rows=draw(draws.rows(draws.LONGEST)),
+            widths=cut,
+            dtype=draw(draws.dtypes(float64=True)),
+            values=values,
+            options=draw(draws.options(sum(cut), values, ("none", "sum", "mean"))),
+            outputs=draw(draws.outputs()),
+            without_gradient=draw(st.frozensets(st.sampled_from(("log_probs", "entropy", "lse")), max_size=2)),
+            part=None,
+        )
+    cut = draw(st.lists(st.integers(0, 40), min_size=ranks, max_size=ranks).filter(any).map(tuple))
+    layer = draw(linear_fuzz.layer(float64=True, columns=st.just(sum(cut))))
+    sequence_parallel = draw(st.booleans())
+    if sequence_parallel:
+        layer = dataclasses.replace(layer, rows=(ranks * draw(st.integers(0, 3)), *layer.rows[1:]))
+    # A rank that wants no gradient of what others want one of is a disagreement; here all want all.
+    return FusedOverRanks(dataclasses.replace(layer, frozen=frozenset()), cut, sequence_parallel)
+
+
+def explore(subject: Subject, group: ProcessGroup, examples: int, tally: Tally) -> None:
+    """Run so many examples. Every rank calls it; the first one raises what is found."""
+    if dist.get_rank(group) > 0:
+        while (example := _broadcast(None, group)) is not None:
+            dist.gather_object(_attempt(subject, example, group), None, group=group, group_dst=0)
+        return
+
+    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(over_ranks(group.size()))
+    def prop(example: Any) -> None:
+        tally.note(example)
+        _broadcast(example, group)
+        results: list[Any] = [None] * group.size()
+        dist.gather_object(_attempt(subject, example, group), results, group=group, group_dst=0)
+        for result in results:
+            assert not isinstance(result, str), result
+        (judge_logits if isinstance(example, Sharded) else judge_fused)(subject, example, results)
+
+    try:
+        prop()
+    finally:
+        _broadcast(None, group)
+
+
+def _broadcast(example: Any, group: ProcessGroup) -> Any:
+    box = [example]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]
+
+
+def _attempt(subject: Subject, example: Any, group: ProcessGroup) -> Any:
+    """This rank's part; what went wrong as text, so that no rank waits for another."""
+    run: Callable[..., Any] = run_logits if isinstance(example, Sharded) else run_fused
+    try:
+        return run(subject, example, group)
+    except Exception as error:
+        return f"rank {dist.get_rank(group)}: {type(error).__name__}: {error}"
+
+
+def shard_of(widths: tuple[int, ...], rank: int) -> VocabShard:
+    """The columns of a rank."""
+    start = sum(widths[:rank])
+    return VocabShard(start, start + widths[rank], sum(widths))
+
+
+def scalar_or_rows(grads: Any, reduction: str) -> Any:
+    """Upstream gradients, of the loss one number where it is reduced."""
+    if reduction == "none":
+        return grads
+    return grads._replace(loss=grads.loss.new_tensor(-1.5))
+
+
+def run_logits(subject: Subject, example: Sharded, group: ProcessGroup) -> tuple[dict[str, Tensor], Tensor]:
+    """Values, and the gradient of this rank's columns."""
+    shard = shard_of(example.widths, dist.get_rank(group))
+    drawn = batch(example.values, example.rows, sum(example.widths), example.dtype, example.options, subject.device)
+    leaf = drawn.logits[..., shard.start : shard.stop].contiguous().requires_grad_()
+    got = subject.loss(leaf, drawn.target, group=group, options=drawn.options, shard=shard, outputs=example.outputs)
+    values = got if isinstance(got, LossOutput) else LossOutput(got)
+    grads = scalar_or_rows(used(drawn.grads, example.outputs, example.without_gradient), example.options.reduction)
+    pairs = [(getattr(values, name), grad) for name, grad in grads._asdict().items() if grad is not None]
+    torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
+    return {n: v.detach().cpu() for n, v in values._asdict().items() if v is not None}, leaf.grad.cpu()
+
+
+def judge_logits(subject: Subject, example: Sharded, results: list[Any]) -> None:
+    """Of all ranks."""
+    cpu = torch.device("cpu")
+    drawn = batch(example.values, example.rows, sum(example.widths), example.dtype, example.options, cpu)
+    grads = used(drawn.grads, example.outputs, example.without_gradient)
+    reduction = example.options.reduction
+    if reduction != "none":
+        factor = torch.tensor(-1.5, dtype=torch.float64)
+        if reduction == "mean":
+            factor = factor / (drawn.target != drawn.options.ignore_index).sum().clamp(min=1)
+        grads = grads._replace(loss=factor.expand(drawn.target.shape))
+    expected = Expected(drawn.logits, subject.allowed_ulps(example.dtype))
+    truth = expected.add(drawn.target, drawn.options, grads)
+    first = results[0][0]
+    for values, _ in results:
+        if reduction != "none":
+            loss = values.pop("loss")
+            assert same_bits(loss, first.get("loss", loss)), "loss: ranks disagree"
+            check_reduced(loss, truth.loss, drawn.target, drawn.options)
+        check_values(values, {**values, **first}, truth, drawn.target, drawn.options)
+    expected.check(torch.cat([grad for _, grad in results], -1))
+
+
+def check_reduced(loss: Tensor, rows: Tensor, target: Tensor, options: LossOptions) -> None:
+    """A sum, or a mean, of what the rows' losses are."""
+    count = (target != options.ignore_index).sum().clamp(min=1) if options.reduction == "mean" else 1
+    total, size = rows.sum() / count, (rows.abs().sum() + len(rows)) / count
+    if total.isfinite():
+        assert float((loss.double() - total).abs()) <= 2e-5 * float(size) + 1e-30
+    else:
+        assert torch.equal(loss.double().nan_to_num(1.5, 2.5, 3.5), total.nan_to_num(1.5, 2.5, 3.5))
+
+
+def run_fused(subject: Subject, example: FusedOverRanks, group: ProcessGroup) -> Any:
+    """The loss, this rank's part of the gradients."""
+    rank, layer = dist.get_rank(group), example.layer
+    shard = shard_of(example.widths, rank)
+    whole, weights = linear_fuzz.draw_inputs(layer, subject.device)
+    mine = slice(shard.start, shard.stop)
+    hidden = whole.hidden.chunk(group.size())[rank] if example.sequence_parallel and len(whole.hidden) else whole.hidden
+    bias = None if whole.bias is None else whole.bias[mine]
+    inputs = whole._replace(hidden=hidden, weight=whole.weight[mine], bias=bias).leaves()
+    if bias is None:
+        inputs = inputs._replace(bias=None)
+    keywords: dict[str, Any] = {"keep": layer.keep, "outputs": layer.outputs, "group": group, "shard": shard}
+    keywords["sequence_parallel"] = example.sequence_parallel
+    if layer.weighted:
+        keywords["token_weights"] = weights
+    with linear_fuzz.cut(layer):
+        got = linear.call(subject, inputs, **keywords)
+        values = got if isinstance(got, LossOutput) else LossOutput(got)
+        grads, _ = linear_fuzz.upstream(layer, whole, weights)
+        pairs = [(getattr(values, name), grad) for name, grad in grads._asdict().items() if grad is not None]
+        pairs = [(value, grad) for value, grad in pairs if value.requires_grad]
+        if pairs:
+            with subject.serving():
+                torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
+    of_inputs = [None if each is None or each.grad is None else each.grad.cpu() for each in inputs[:3]]
+    return {n: v.detach().cpu() for n, v in values._asdict().items() if v is not None}, of_inputs
+
+
+def judge_fused(subject: Subject, example: FusedOverRanks, results: list[Any]) -> None:
+    """Of all ranks: the loss has the same bits, and so has the gradient of hidden states that all hold."""
+    layer = example.layer
+    whole, weights = linear_fuzz.draw_inputs(layer, torch.device("cpu"))
+    _, of_rows = linear_fuzz.upstream(layer, whole, weights)
+    truth = linear.truth_of(whole, of_rows)
+    for values, _ in results:
+        for name, value in values.items():
+            assert same_bits(value, results[0][0][name]), f"{name}: ranks disagree"
+    values = dict(results[0][0])
+    linear_fuzz.check_loss(layer, whole, values.pop("loss"), truth.rows.loss, weights)
+    linear.check_values(whole, values, truth)
+    of_hidden = [grads[0] for _, grads in results]
+    if of_hidden[0] is None or linear_fuzz.overflows(truth.rows.grad, layer.dtype):
+        return
+    if not example.sequence_parallel:
+        assert all(same_bits(each, of_hidden[0]) for each in of_hidden), "hidden: ranks disagree"
+    hidden = torch.cat(of_hidden) if example.sequence_parallel else of_hidden[0]
+    weight = torch.cat([grads[1] for _, grads in results])
+    bias = None if whole.bias is None else torch.cat([grads[2] for _, grads in results])
+    computed = linear_fuzz.error_of_g(whole, truth, of_rows, subject.allowed_ulps(layer.dtype))
+    leaves = whole.leaves()
+    for leaf, grad in zip(leaves[:3], (hidden, weight, bias), strict=True):
+        if leaf is not None and grad is not None:
+            leaf.grad = grad
+    # Each rank's part of hidden's gradient is rounded before they are summed.
+    computed["hidden"] *= 1 + len(results)
+    linear_fuzz.check_gradients(subject, whole, leaves, truth, computed)
+
+
+def main() -> None:
+    """So many examples as the command line says, over the ranks that torchrun started."""
+    from tests.conftest import make_subject
+
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    tally = Tally()
+    group = dist.group.WORLD
+    assert group is not None
+    explore(make_subject("torch-cpu"), group, int(sys.argv[1]), tally)
+    if dist.get_rank() == 0:
+        print(tally.text(f"ranks, {group.size()} of them"))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
