@@ -1,4 +1,4 @@
-"""Ranks as plain processes: each runs one scenario of `scenarios.py`, and whatever becomes of it is collected.
+"""Ranks as plain processes: each runs one scenario, and whatever becomes of it is collected.
 
 No launcher that would end the others when one dies: what the survivors do is what is looked at.
 """
@@ -43,7 +43,7 @@ def run_ranks(scenario: str, ranks: int = 2, wall_s: float = WALL_S, **options: 
     """The outcome of every rank of a scenario, in rank order.
 
     Args:
-        scenario: name of the function.
+        scenario: module of this folder and function in it, as in "scenarios.hangs".
         wall_s: when to give up on those that still run.
         options: keywords of the function, as JSON can hold them.
     """
@@ -73,7 +73,7 @@ def _start(
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [sys.executable, "-m", "tests.faults.scenarios", scenario, str(rank), str(ranks), str(folder)]
+    command = [sys.executable, "-m", "tests.faults.one_rank", scenario, str(rank), str(ranks), str(folder)]
     with log.open("wb") as file:
         return subprocess.Popen(
             [*command, json.dumps(options)], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT

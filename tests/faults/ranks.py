@@ -68,20 +68,17 @@ class Case:
     """Logits of 6 rows, cut by columns, and what their loss and its gradient are.
 
     Attributes:
+        whole: [2, 3, ranks * COLUMNS], the same on every rank.
         logits: [2, 3, COLUMNS], this rank's, a leaf.
         target: [2, 3].
-        loss: [2, 3] float64.
-        grad: [2, 3, COLUMNS] float64, that of the sum of the losses.
+        loss, grad: [2, 3] and [2, 3, COLUMNS], see `dense_loss`.
     """
 
+    whole: Tensor
     logits: Tensor
     target: Tensor
     loss: Tensor
     grad: Tensor
-
-    def wrong_loss(self, loss: Tensor) -> float:
-        """Largest distance from the right one."""
-        return float((loss.detach().double() - self.loss).abs().max())
 
     def wrong_grad(self, grad: Tensor) -> float:
         """Largest distance from the right one."""
@@ -89,16 +86,20 @@ class Case:
 
 
 def make_case(rank: int, ranks: int) -> Case:
-    """The same whole logits on every rank."""
+    """A leaf of its own at every call."""
     generator = torch.Generator().manual_seed(3)
     whole = 3 * torch.randn(2, 3, ranks * COLUMNS, generator=generator)
     target = torch.randint(0, ranks * COLUMNS, (2, 3), generator=generator)
-    dense = whole.double().requires_grad_()
-    loss = F.cross_entropy(dense.view(6, -1), target.view(-1), reduction="none").view(2, 3)
-    loss.sum().backward()
-    mine = slice(rank * COLUMNS, (rank + 1) * COLUMNS)
-    assert dense.grad is not None
-    return Case(whole[..., mine].clone().requires_grad_(), target, loss.detach(), dense.grad[..., mine].clone())
+    logits = whole[..., rank * COLUMNS : (rank + 1) * COLUMNS].clone().requires_grad_()
+    return Case(whole, logits, target, *dense_loss(whole, target, rank))
+
+
+def dense_loss(whole: Tensor, target: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Loss of every row in float64, and the gradient of their sum by this rank's columns."""
+    dense = whole.detach().double().requires_grad_()
+    loss = F.cross_entropy(dense.flatten(0, -2), target.flatten(), reduction="none").view(target.shape)
+    (grad,) = torch.autograd.grad(loss.sum(), dense)
+    return loss.detach(), grad[..., rank * COLUMNS : (rank + 1) * COLUMNS]
 
 
 def make_linear(rank: int, ranks: int, sequence_parallel: bool = False) -> tuple[Tensor, Tensor, Tensor]:

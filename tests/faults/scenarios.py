@@ -1,16 +1,10 @@
-"""What happens to the ranks, one function a scenario. `python -m tests.faults.scenarios NAME RANK RANKS FOLDER JSON`.
-
-Each returns what its rank saw, which is written as one line of JSON. The last rank is the odd one.
-"""
+"""What happens to the ranks, one function a scenario: each returns what its rank saw. The last rank is the odd one."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import time
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -20,8 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from te_ce import collectives, linear_cross_entropy, vocab_parallel_cross_entropy
 from te_ce.linear import token_walk, vocabulary_walk
-from tests.faults.launch import REPORT
-from tests.faults.ranks import Case, Rank, make_case, make_linear, observe
+from tests.faults.ranks import COLUMNS, Case, Rank, dense_loss, make_case, make_linear, observe
 
 Seen = dict[str, Any]
 
@@ -112,6 +105,7 @@ def disagrees(me: Rank, what: str, checked: bool) -> Seen:
         options |= more
     before = logits.clone()
     logits.requires_grad_()
+    loss, grad = _dense(case, what, me)
     losses: list[Tensor] = []
 
     def step() -> None:
@@ -120,13 +114,24 @@ def disagrees(me: Rank, what: str, checked: bool) -> Seen:
         losses[0].sum().backward()
 
     seen = observe(step) | {"logits_kept": torch.equal(before, logits)}
-    if losses and losses[0].shape == case.loss.shape:
-        seen["wrong"] = case.wrong_loss(losses[0])
-        if logits.grad is not None and logits.grad.shape == case.grad.shape:
-            seen["wrong_grad"] = case.wrong_grad(logits.grad)
-    elif losses:
-        seen["rows"] = losses[0].numel()
+    if losses and losses[0].shape == loss.shape:
+        seen["wrong"] = _distance(losses[0], loss)
+    if logits.grad is not None and logits.grad.shape == grad.shape:
+        seen["wrong_grad"] = _distance(logits.grad, grad)
     return seen
+
+
+def _dense(case: Case, what: str, me: Rank) -> tuple[Tensor, Tensor]:
+    """Loss and this rank's gradient of the logits as the ranks have them: those of the last one may be rounded."""
+    logits = case.whole.double()
+    if what == "bfloat16":
+        odd = logits[..., (me.ranks - 1) * COLUMNS :]
+        odd.copy_(odd.bfloat16())
+    return dense_loss(logits, case.target, me.rank)
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.detach().double() - expected).abs().max())
 
 
 def _changed(what: str, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -161,16 +166,3 @@ def hands_over_a_destroyed_group(me: Rank, world: bool) -> Seen:
 
 def _loss(case: Case, **options: Any) -> Tensor:
     return vocab_parallel_cross_entropy(case.logits, case.target, group=dist.group.WORLD, **options)
-
-
-def main() -> None:
-    """Run one scenario as one rank."""
-    name, rank, ranks, folder, options = sys.argv[1:]
-    torch.set_num_threads(1)
-    me = Rank(int(rank), int(ranks), Path(folder))
-    seen = globals()[name](me, **json.loads(options))
-    print(REPORT + json.dumps(seen), flush=True)
-
-
-if __name__ == "__main__":
-    main()
