@@ -11,7 +11,7 @@ import torch.distributed as dist
 import megatron_patch
 from te_ce import LossOptions
 from te_ce.counters import served
-from tests.faults.launch import ROOT
+from tests.faults.launch import ROOT, TIMEOUT_S
 from tests.faults.ranks import Rank, observe
 
 sys.path.insert(0, str(ROOT / "tests" / "megatron"))
@@ -48,7 +48,8 @@ def fails_alone(me: Rank, checked: bool, implementation: str) -> dict[str, Any]:
     me.init()
     before, batch = own_objects(), gpt.make_batch(2, 8)
     options = LossOptions(check_targets=checked)
-    with gpt.model_parallel(me.ranks):
+    # Megatron's groups have a timeout of their own, half an hour.
+    with gpt.model_parallel(me.ranks, distributed_timeout_minutes=TIMEOUT_S / 60):
         megatron_patch.apply(options=options)
         was_patched = not are_same(before, own_objects())
         model = ask(gpt.make_model(me.ranks), implementation)

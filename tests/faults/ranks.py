@@ -1,4 +1,4 @@
-"""What the scenarios share: the group of a rank, the tensors of a loss and their dense answer, how to look at a call."""
+"""What the scenarios share: the group of a rank, tensors of a loss and their dense answer, how to look at a call."""
 
 from __future__ import annotations
 
