@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 OUT_OF_MEMORY: type[BaseException] = torch.cuda.OutOfMemoryError
+# Who has what is saved: autograd, which compares versions, or somebody else.
+HOOKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "none": contextlib.nullcontext,
+    "identity": lambda: saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+    "save_on_cpu": save_on_cpu,
+}
 ERRORS = [OUT_OF_MEMORY, KeyboardInterrupt]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,13 +46,24 @@ def ask(model: Any, implementation: str) -> Any:
     return model
 
 
+@contextlib.contextmanager
+def _model_parallel(ranks: int) -> Iterator[None]:
+    """Megatron's groups, which have a timeout of their own: half an hour, if nothing is said."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parallel_state.initialize_model_parallel(ranks, distributed_timeout_minutes=TIMEOUT_S / 60)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
 def fails_alone(me: Rank, checked: bool, implementation: str) -> dict[str, Any]:
     """The last rank has labels of another length. Then: revert, and another group with the patch applied again."""
     me.init()
     before, batch = own_objects(), gpt.make_batch(2, 8)
     options = LossOptions(check_targets=checked)
-    # Megatron's groups have a timeout of their own, half an hour.
-    with gpt.model_parallel(me.ranks, distributed_timeout_minutes=TIMEOUT_S / 60):
+    with _model_parallel(me.ranks):
         megatron_patch.apply(options=options)
         was_patched = not are_same(before, own_objects())
         model = ask(gpt.make_model(me.ranks), implementation)
@@ -65,7 +79,7 @@ def fails_alone(me: Rank, checked: bool, implementation: str) -> dict[str, Any]:
     me.meet("failed")
     dist.destroy_process_group()
     me.init("another store")
-    with gpt.model_parallel(me.ranks), megatron_patch.patched(options=options):
+    with _model_parallel(me.ranks), megatron_patch.patched(options=options):
         model, count = ask(gpt.make_model(me.ranks), implementation), sum(served().values())
         loss = gpt.forward(model, batch, batch.labels)
         dense = gpt.dense_loss(model, batch, parallel_state.get_tensor_model_parallel_group())

@@ -4,28 +4,17 @@ handed on later.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from te_ce import vocab_parallel_cross_entropy
 from te_ce.counters import served
 from te_ce.reference import gradient, rows, statistics
-from tests.faults.interrupting import ERRORS, OUT_OF_MEMORY, raising
-
-_Hooks = Callable[[], AbstractContextManager[Any]]
-_HOOKS: dict[str, _Hooks] = {
-    "none": contextlib.nullcontext,
-    "identity": lambda: saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
-    "save_on_cpu": save_on_cpu,
-}
+from tests.faults.interrupting import ERRORS, HOOKS, OUT_OF_MEMORY, raising
 
 
 @pytest.fixture(autouse=True)
@@ -106,12 +95,12 @@ def test_half_way_through_logits_that_are_overwritten(
 ) -> None:
     """A second try has nothing to make the gradient of."""
     step = _Step()
-    with _HOOKS[hooks]():
+    with HOOKS[hooks]():
         loss = step.loss(step.logits(), inplace, outputs)
     with raising(error, gradient, "_shard_gradient", 2), pytest.raises(error):
         step.backward(loss)
     step.check_untouched()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation|overwrote its logits"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|overwrote its logits"):
         step.backward(loss)
     step.check_untouched()
     step.backward(step.loss(step.logits(), inplace, outputs))
@@ -119,23 +108,23 @@ def test_half_way_through_logits_that_are_overwritten(
 
 
 @pytest.mark.parametrize("outputs", [False, True], ids=["loss", "outputs"])
-@pytest.mark.parametrize("hooks", list(_HOOKS))
+@pytest.mark.parametrize("hooks", list(HOOKS))
 def test_a_second_backward_of_logits_that_were_overwritten(hooks: str, outputs: bool) -> None:
     """Also where hooks have what is saved: nobody compares its version there."""
     step = _Step()
-    with _HOOKS[hooks]():
+    with HOOKS[hooks]():
         loss = step.loss(step.logits(), True, outputs)
     step.backward(loss, retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation|overwrote its logits"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|overwrote its logits"):
         step.backward(loss)
     step.check()
 
 
-@pytest.mark.parametrize("hooks", list(_HOOKS))
+@pytest.mark.parametrize("hooks", list(HOOKS))
 def test_half_way_under_hooks_the_ownership_is_still_told(hooks: str) -> None:
     """The graph is to be used again, so its logits are left alone, whoever has them."""
     step = _Step()
-    with _HOOKS[hooks]():
+    with HOOKS[hooks]():
         loss = step.loss(step.logits(), "auto")
     with raising(KeyboardInterrupt, gradient, "_shard_gradient", 2), pytest.raises(KeyboardInterrupt):
         step.backward(loss, retain_graph=True)
