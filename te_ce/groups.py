@@ -16,13 +16,18 @@ def resolve_group(group: object) -> ProcessGroup | None:
 
     Raises:
         TypeError: `group` is none of ProcessGroup, DeviceMesh and None.
-        ValueError: this process is not one of its ranks, or the mesh has more dimensions than one.
+        ValueError: this process is not one of its ranks, the group was destroyed, or the mesh has more dimensions than
+            one.
     """
     if group is None:
         return None
     if not isinstance(group, ProcessGroup):
         group = _group_of_mesh(group)
-    if dist.get_rank(group) < 0:
+    try:
+        rank = dist.get_rank(group)
+    except ValueError as error:
+        raise ValueError(f"group: expected a process group in use, got one that was destroyed ({error})") from error
+    if rank < 0:
         raise ValueError(_NO_MEMBER)
     return group
 
