@@ -70,7 +70,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             if call.inplace == "auto":
                 ownership.prepare(logits)
             ctx.save_for_backward(logits, target, saved, row_scale)
-            ctx.call = call
+            ctx.call, ctx.is_overwritten = call, False
         return loss
 
     @staticmethod
@@ -83,8 +83,27 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             if call.inplace == "auto"
             else bool(call.inplace)
         )
+        forbid_second_overwriting(ctx)
         grads = OutputGrads(readable(grad_loss))
         return logits_gradient(logits, target, grads, saved, call, row_scale, overwrite), None, None, None
+
+
+def forbid_second_overwriting(ctx: Any) -> None:
+    """Refuse another backward with inplace=True, which finds its own gradient, or a part of it, for the logits.
+
+    Autograd refuses by their version; but nobody looks at that where hooks have what is saved.
+
+    Raises:
+        RuntimeError: there was one before, interrupted or not.
+    """
+    if ctx.call.inplace is not True:
+        return
+    if ctx.is_overwritten:
+        raise RuntimeError(
+            "inplace=True: expected one backward, got another after one that overwrote its logits; compute the loss "
+            'again, or use inplace="auto"'
+        )
+    ctx.is_overwritten = True
 
 
 def logits_gradient(
