@@ -1,11 +1,13 @@
 """One call of the loss, checked and resolved: before anything runs, the same for eager calls and for the operators.
 
 All of that depends on the layout of the tensors and on the other arguments, which are the same at every step of a
-training run: what a call resolved to is kept.
+training run: what a call resolved to is kept. But not its group, whose connections and threads would outlive
+`destroy_process_group`.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +58,9 @@ def resolve_call(
         if key:
             if len(_resolved) >= _KEPT:
                 _resolved.clear()
-            _resolved[key] = call
+            _resolved[key] = call._replace(group=None)
+    elif group_size(request.group) > 1:
+        call = call._replace(group=request.group)
     if not call.reads_in_place:
         logits = logits.resolve_neg().contiguous()
     if row_scale is not None:
@@ -106,5 +110,6 @@ def _key(logits: Tensor, target: Tensor, row_scale: Tensor | None, request: Requ
     of_logits = (logits.shape, logits.stride(), logits.dtype, logits.device)
     of_target = (target.shape, target.stride(), target.dtype, target.device)
     of_scale = None if row_scale is None else (row_scale.shape, row_scale.device)
+    group = None if request.group is None else weakref.ref(request.group)
     # True == 1, which is not a value of `inplace`.
-    return (*of_logits, *of_target, of_scale, request, type(request.inplace), *environment.settings())
+    return (*of_logits, *of_target, of_scale, group, *request[1:], type(request.inplace), *environment.settings())
