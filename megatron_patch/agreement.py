@@ -16,7 +16,7 @@ from megatron_patch.application import Application
 
 
 def agree_on_path(fused: bool, logits: Tensor, group: object, application: Application) -> None:
-    """Compare what the ranks are about to do, the first time for each group; no more than the device's synchronisation.
+    """Compare what the ranks are about to do, until those of a group have agreed once; no more than the device's synchronisation.
 
     Args:
         fused: whether this rank fuses its loss with the output layer.
@@ -27,7 +27,7 @@ def agree_on_path(fused: bool, logits: Tensor, group: object, application: Appli
     Raises:
         RuntimeError: on every rank, if they differ; names the ranks that fuse, and those that do not.
 
-    Collectives: one all-gather of a number, once.
+    Collectives: one all-gather of a number, until they agree.
     """
     if not isinstance(group, ProcessGroup) or group.size() == 1 or group in application.agreed:
         return
@@ -36,7 +36,6 @@ def agree_on_path(fused: bool, logits: Tensor, group: object, application: Appli
     mine = torch.tensor([int(fused)], device=logits.device)
     everybody = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everybody, mine, group=group)
-    application.agreed.add(group)
     paths = [int(each) for each in everybody]
     if len(set(paths)) > 1:
         fusing, others = ([rank for rank, path in enumerate(paths) if path == value] for value in (1, 0))
@@ -44,3 +43,4 @@ def agree_on_path(fused: bool, logits: Tensor, group: object, application: Appli
             f"te_ce_linear: ranks {fusing} of the tensor-parallel group fuse the loss with the output layer, ranks "
             f"{others} compute it on logits; do the same on all of them, as with hooks on the output layer"
         )
+    application.agreed.add(group)

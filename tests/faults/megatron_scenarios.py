@@ -87,3 +87,17 @@ def fails_alone(me: Rank, checked: bool, implementation: str) -> dict[str, Any]:
         seen["wrong_after"] = float((loss.detach().double() - dense).abs().max())
         seen["loss_after"] = float(loss.sum())
     return seen
+
+
+def differ_in_their_path(me: Rank) -> dict[str, Any]:
+    """The last rank has a hook on its output layer, and computes the loss on logits. Three forwards, the last alike."""
+    me.init()
+    batch = gpt.make_batch(2, 8)
+    with _model_parallel(me.ranks), megatron_patch.patched():
+        model = ask(gpt.make_model(me.ranks), "te_ce_linear")
+        hook = model.output_layer.register_forward_hook(lambda *_: None)
+        if not me.is_odd:
+            hook.remove()
+        seen = [observe(lambda: gpt.forward(model, batch, batch.labels)) for _ in range(2)]
+        hook.remove()
+        return {"different": seen, "alike": observe(lambda: gpt.forward(model, batch, batch.labels))}

@@ -144,6 +144,16 @@ def test_a_rank_fails_alone(checked: bool, implementation: str) -> None:
         assert outcome.seen["loss_after"] == outcome.seen["loss_before"]
 
 
+def test_ranks_differ_in_their_path() -> None:
+    """An error every time, not only the first."""
+    for outcome in run_ranks("megatron_scenarios.differ_in_their_path"):
+        assert outcome.status == 0, outcome
+        for seen in outcome.seen["different"]:
+            assert seen["error"] == "RuntimeError", outcome
+            assert re.search(r"ranks \[0\] of the .* group fuse .* ranks \[1\] compute it on logits", seen["message"])
+        assert outcome.seen["alike"]["error"] is None, outcome
+
+
 @pytest.mark.parametrize("world", [False, True], ids=["new_group", "world"])
 def test_a_destroyed_group(world: bool) -> None:
     for outcome in run_ranks("scenarios.hands_over_a_destroyed_group", world=world):
