@@ -66,7 +66,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             ctx.hidden_is_whole = call.sequence_parallel and not ctx.needs_input_grad[0]
             saved_hidden = batch.hidden if ctx.hidden_is_whole else hidden
             ctx.save_for_backward(saved_hidden, weight, bias, target, row_scale, saved, *kept)
-            ctx.call, ctx.kept_is_overwritten = call, False
+            ctx.call, ctx.kept_is_overwritten, ctx.is_adding = call, False, False
             ctx.set_materialize_grads(False)
         return loss, *outputs
 
@@ -94,7 +94,14 @@ class LinearCrossEntropy(torch.autograd.Function):
                         "linear loss: interrupted in backward, which overwrites the logits it kept; call it again"
                     )
                 ctx.kept_is_overwritten = True
+            if ctx.is_adding:
+                raise RuntimeError(
+                    "linear loss: interrupted in backward, which adds to the weight's gradient chunk by chunk; set it "
+                    "to what it was and call it again"
+                )
+            ctx.is_adding = needed.weight and call.weight_gradient is not None
             of_hidden, of_weight, of_bias = gradients(batch, flat, saved, kept, call, needed, overwrites_kept)
+            ctx.is_adding = False
             if of_hidden is not None:
                 of_hidden = of_hidden.to(hidden.dtype).view(hidden.shape)
         results = [of_hidden, of_weight, of_bias]
