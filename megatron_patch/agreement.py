@@ -16,7 +16,7 @@ from megatron_patch.application import Application
 
 
 def agree_on_path(fused: bool, logits: Tensor, group: object, application: Application) -> None:
-    """Compare what the ranks are about to do, until those of the group agree; no more than the device's synchronisation.
+    """Compare what the ranks are about to do, until those of the group agree; at most the device's synchronisation.
 
     Args:
         fused: whether this rank fuses its loss with the output layer.
