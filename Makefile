@@ -32,6 +32,7 @@ test: venv
 		TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(TORCHRUN) $$ranks -m pytest -q tests/distributed \
 			--must-pass-on torch-cpu --must-pass-on triton-interpreter || exit 1; \
 	done
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto tests/faults
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto tests/training
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTEST) tests/example
 ifneq ($(GPUS),0)
