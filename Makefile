@@ -8,7 +8,7 @@ TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
 PYTEST = $(BIN)/python -m pytest -q
 RANKS = 2 3 4
 
-.PHONY: venv example test test-versions lint bench
+.PHONY: venv example test test-versions fuzz mutation sanitize lint bench
 
 venv: .venv/ready
 
@@ -47,6 +47,20 @@ endif
 # training program of the later ones needs Python 3.12: make PYTHON=python3.12 test-versions.
 test-versions: venv
 	$(BIN)/python -m tests.releases $(VERSIONS)
+
+# The long runs that docs/robustness.md tells of.
+fuzz: venv
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -W ignore -m tests.fuzz --examples 7000 --jobs 2 $(ARGS)
+
+mutation: venv
+	$(BIN)/python -m tests.mutation $(ARGS)
+
+SANITIZERS = memcheck racecheck synccheck initcheck
+sanitize: venv
+	for tool in $(SANITIZERS); do \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 9 \
+			$(BIN)/python -m tests.gpu.sanitizer_cases || exit 1; \
+	done
 
 lint: venv
 	$(BIN)/ruff check
