@@ -15,7 +15,7 @@ from tests.support.subject import Subject
 
 
 def test_holds(subject: Subject, tp_group: ProcessGroup) -> None:
-    tally, examples = Tally(), 100 if subject.name == "torch-cpu" else 20
+    tally, examples = Tally(), 60 if subject.name == "torch-cpu" else 8
     explore(subject, tp_group, examples, tally)
     assert tally.examples >= examples // 2 or dist.get_rank(tp_group) > 0
     assert tally.choices or dist.get_rank(tp_group) > 0
@@ -25,7 +25,7 @@ def test_holds(subject: Subject, tp_group: ProcessGroup) -> None:
 def test_a_broken_loss_is_found(twin: Subject, tp_group: ProcessGroup, fault: str) -> None:
     wrong = dataclasses.replace(twin, backend=BROKEN[fault](twin.backend))
     if dist.get_rank(tp_group) > 0:
-        explore(wrong, tp_group, 100, Tally())
+        explore(wrong, tp_group, 30, Tally())
         return
     with pytest.raises((AssertionError, BaseExceptionGroup)):
-        explore(wrong, tp_group, 100, Tally())
+        explore(wrong, tp_group, 30, Tally())

@@ -135,14 +135,16 @@ def check(subject: Subject, example: Layer) -> None:
     truth = linear.truth_of(inputs, of_rows)
     check_loss(example, inputs, values.pop("loss").detach(), truth.rows.loss, weights)
     linear.check_values(inputs, {name: value.detach() for name, value in values.items()}, truth)
-    if pairs and not overflows(truth.rows.grad, example.dtype):
+    if pairs and not overflows(truth, example.dtype):
         ulps = subject.allowed_ulps(example.dtype)
         check_gradients(subject, inputs, leaves, truth, error_of_g(inputs, truth, of_rows, ulps))
 
 
-def overflows(gradient: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the gradient of the logits is beyond what it is stored in, and those made of it may be anything."""
-    return bool((gradient.nan_to_num(0.0).abs() > 0.99 * torch.finfo(dtype).max).any())
+def overflows(truth: linear.Truth, dtype: torch.dtype) -> bool:
+    """Whether a gradient is beyond what it is stored in: that of the logits, and what is made of it may be anything."""
+    gradients = (truth.rows.grad, *truth.grads.values())
+    largest = max((float(each.nan_to_num(0.0).abs().amax()) for each in gradients if each.numel()), default=0.0)
+    return largest > 0.9 * torch.finfo(dtype).max
 
 
 def upstream(example: Layer, inputs: Inputs, weights: Tensor) -> tuple[OutputGrads, OutputGrads]:

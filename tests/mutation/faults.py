@@ -112,7 +112,7 @@ FAULTS = (
         f"{_KERNELS}merge.py",
         "            argmax = tl.minimum(argmax, tl.where(m_part == m, column, NO_COLUMN))\n",
         "            argmax = tl.where(m_part == m, column, argmax)\n",
-        f"{_UNIT}outputs.py",
+        f"{_UNIT}linear_combine.py",
     ),
     Fault(
         "the max is not subtracted between shards",
@@ -120,13 +120,6 @@ FAULTS = (
         "        d += weight * d_part\n",
         "        d += d_part\n",
         _WHOLE,
-    ),
-    Fault(
-        "row offsets are 32 bits wide",
-        f"{_KERNELS}rows.py",
-        "row.to(tl.int64)",
-        "row.to(tl.int32)",
-        "tests/compiled",
     ),
     # The plain-torch twin.
     Fault(
@@ -141,7 +134,7 @@ FAULTS = (
         f"{_TWIN}statistics.py",
         "    return torch.where(m == -torch.inf, 0.0, m)\n",
         "    return m\n",
-        _WHOLE,
+        f"{_UNIT}special_values.py",
     ),
     Fault(
         "one rank's sum is dropped",
@@ -221,7 +214,7 @@ FAULTS = (
         f"{_LINEAR}token_walk.py",
         "(add_product if number else set_product)(sums.weight[real], grad.t(), part.hidden)",
         "set_product(sums.weight[real], grad.t(), part.hidden)",
-        f"{_UNIT}linear_values.py",
+        f"{_UNIT}linear_weights.py",
     ),
     Fault(
         "the hidden states' gradient is that of the last chunk",

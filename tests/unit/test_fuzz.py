@@ -1,13 +1,12 @@
-"""A short run of what hypothesis draws, other examples every time; and that the properties refuse what is broken.
+"""A short run of what hypothesis draws, the same every time; and that it refuses what is broken.
 
-A failure prints the example, and is drawn again by `explore(.., number=..)` with the number in the test's id.
+`python -m tests.fuzz` draws others, and so does this with TE_CE_FUZZ_SEED set to another number.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import random
 
 import pytest
 
@@ -24,8 +23,7 @@ _FAULTS = ("off_target_zeroed", "doubled_reduction", "target_shifted")
 @pytest.mark.filterwarnings("ignore:keep")
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_holds(subject: Subject, name: str) -> None:
-    number = int(os.environ.get("TE_CE_FUZZ_SEED", random.SystemRandom().randrange(2**32)))
-    print(f"TE_CE_FUZZ_SEED={number}")  # shown where it fails
+    number = int(os.environ.get("TE_CE_FUZZ_SEED", "0"))
     tally = Tally()
     explore(name, subject, _EXAMPLES.get(subject.name, 500), tally, number)
     assert tally.examples >= _EXAMPLES.get(subject.name, 500) // 2  # fewer only where there are no more
