@@ -14,9 +14,9 @@ from tests.support.broken import BROKEN
 from tests.support.subject import Subject
 
 
-def test_holds(subject: Subject, tp_group: ProcessGroup) -> None:
-    tally, examples = Tally(), 60 if subject.name == "torch-cpu" else 8
-    explore(subject, tp_group, examples, tally)
+def test_holds(twin: Subject, tp_group: ProcessGroup) -> None:
+    tally, examples = Tally(), 40
+    explore(twin, tp_group, examples, tally)
     assert tally.examples >= examples // 2 or dist.get_rank(tp_group) > 0
     assert tally.choices or dist.get_rank(tp_group) > 0
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -77,6 +77,7 @@ def explore(subject: Subject, group: ProcessGroup, examples: int, tally: Tally, 
         deadline=None,
         database=None,
         derandomize=derandomize,
+        phases=(Phase.generate,) if derandomize else (Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )
     @given(over_ranks(group.size(), subject.name.startswith("torch")))
