@@ -27,6 +27,10 @@ def reverted():
 
     yield
     megatron_patch.revert()
+    # Megatron's metrics of prediction heads have the length of the first model's.
+    module = sys.modules.get("megatron.core.transformer.multi_token_prediction")
+    if module is not None:
+        module.MTPLossLoggingHelper.tracker.clear()
 
 
 @pytest.fixture
