@@ -8,7 +8,7 @@ TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
 PYTEST = $(BIN)/python -m pytest -q
 RANKS = 2 3 4
 
-.PHONY: venv example test test-versions fuzz mutation sanitize lint bench
+.PHONY: venv example test test-versions fuzz faults mutation sanitize lint bench
 
 venv: .venv/ready
 
@@ -32,7 +32,6 @@ test: venv
 		TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(TORCHRUN) $$ranks -m pytest -q tests/distributed \
 			--must-pass-on torch-cpu --must-pass-on triton-interpreter || exit 1; \
 	done
-	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto tests/faults
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTEST) -n auto tests/training
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTEST) tests/example
 ifneq ($(GPUS),0)
@@ -51,6 +50,9 @@ test-versions: venv
 # The long runs that docs/robustness.md tells of.
 fuzz: venv
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -W ignore -m tests.fuzz --examples 7000 --jobs 2 $(ARGS)
+
+faults: venv
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(PYTEST) tests/faults
 
 mutation: venv
 	$(BIN)/python -m tests.mutation $(ARGS)
