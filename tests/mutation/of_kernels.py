@@ -39,7 +39,8 @@ STATISTICS = (
         "walk",
         "    lost = (raised - d) - term\n",
         "    lost = tl.zeros_like(d)\n",
-        f"{_FORWARD}a_confident_row_keeps_its_small_terms",
+        f"{UNIT}known_values.py",
+        f"{_FORWARD[:-7]}",
     ),
     _fault(
         "a lane past the last whole vector counts",
@@ -61,9 +62,9 @@ STATISTICS = (
         "walk",
         "    owned = (part == 0) & (target >= start) & (target < start + real_columns)\n",
         "    owned = (part == 0) & (target >= start) & (target <= start + real_columns)\n",
-        f"{UNIT}rows_ignored_and_bad.py::test_no_target_reads_or_writes_outside_its_row",
-        f"{UNIT}known_values.py::test_ranks_without_the_target_get_their_softmax",
-        f"{UNIT}whole_loss.py::test_rows_read_in_parts_match_float64",
+        f"{UNIT}known_values.py",
+        f"{UNIT}kernel_forward.py",
+        f"{UNIT}whole_loss.py",
     ),
     _fault(
         "a tie goes to the later block",

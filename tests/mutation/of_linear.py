@@ -46,7 +46,8 @@ OF_LINEAR = (
         "vocabulary_walk",
         "logits = kept[number - len(chunks)] if is_kept else buffers.scratch(columns)\n        if not is_kept",
         "logits = kept[0] if is_kept else buffers.scratch(columns)\n        if not is_kept",
-        f"{_VALUES}what_is_kept_changes_no_bit",
+        f"{_KEEP}a_graph_that_is_kept_gives_the_same_again",
+        f"{UNIT}linear_keep.py",
     ),
     _fault(
         "kept logits are overwritten though another backward may come",
@@ -101,10 +102,10 @@ OF_LINEAR = (
         f"{_WEIGHTS}values_and_gradients_match_float64",
     ),
     _fault(
-        "ignored tokens count with their weight",
+        "ignored tokens count",
         "weighted_node",
-        "torch.where(is_counted, token_weights.reshape(-1).to(sum_dtype(hidden.dtype)), 0.0)",
-        "token_weights.reshape(-1).to(sum_dtype(hidden.dtype))",
+        "        is_counted = target.reshape(-1).long() != call.problem.ignore_index\n",
+        "        is_counted = torch.ones_like(target.reshape(-1), dtype=torch.bool)\n",
         f"{_WEIGHTS}weights_of_ignored_rows_add_nothing",
     ),
     _fault(

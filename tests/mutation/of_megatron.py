@@ -7,6 +7,8 @@ from tests.mutation.fault import MEGATRON, RANKS, Fault
 _FLAG, _LINEAR, _SCOPE = f"{MEGATRON}flag.py::test_", f"{MEGATRON}linear.py::test_", f"{MEGATRON}linear_scope.py::test_"
 _BINDINGS, _MAIN_GRAD = f"{MEGATRON}bindings.py::test_", f"{MEGATRON}main_grad.py::test_"
 
+_PUT_BACK = "        if binding.is_ours():\n            _put_back(binding)\n    #"
+
 
 def _fault(name: str, file: str, old: str, new: str, *tests: str, ranks: int = 1) -> Fault:
     return Fault(f"Megatron: {name}", f"megatron_patch/{file}.py", old, new, tests, ranks=ranks)
@@ -165,8 +167,8 @@ PATCH = (
     _fault(
         "revert leaves a binding",
         "bindings",
-        "    for binding in reversed(bindings):\n        if binding.is_ours():\n            _put_back(binding)\n    #",
-        "    for binding in reversed(bindings[1:]):\n        if binding.is_ours():\n            _put_back(binding)\n    #",
+        f"    for binding in reversed(bindings):\n{_PUT_BACK}",
+        f"    for binding in reversed(bindings[1:]):\n{_PUT_BACK}",
         f"{_BINDINGS}install_and_restore_by_identity",
         f"{_FLAG}revert_restores_by_identity",
     ),

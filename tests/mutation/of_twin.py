@@ -48,7 +48,8 @@ OF_TWIN = (
         "statistics",
         "    return exp.addcmul_(exp, product.sub_(rounded).nan_to_num_(0.0, 0.0, 0.0).to(x.dtype))\n",
         "    return exp\n",
-        f"{UNIT}scale_precision.py::test_values_and_gradient_are_as_exact_as_without_a_scale",
+        f"{UNIT}scale_precision.py",
+        f"{UNIT}known_values.py",
     ),
     _fault(
         "one rank's sum is dropped",
