@@ -29,9 +29,7 @@ def main(command: list[str] | None = None) -> int:
     for name in arguments.names:
         if not any(name in fault.name for fault in FAULTS):
             parser.error(f"no fault with {name!r} in its name")
-    chosen = [
-        fault for fault in FAULTS if not arguments.names or any(name in fault.name for name in arguments.names)
-    ]
+    chosen = [fault for fault in FAULTS if not arguments.names or any(name in fault.name for name in arguments.names)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
         errors = without(chosen, Path(folder), pool)
         caught: dict[Fault, str] = {}

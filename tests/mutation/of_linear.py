@@ -39,15 +39,14 @@ OF_LINEAR = (
         "vocabulary_walk",
         "hidden.new_empty(hidden.shape, dtype=sum_dtype(hidden.dtype)) if needed.hidden",
         "hidden.new_empty(hidden.shape) if needed.hidden",
-        f"{_VALUES}values_and_gradients_match_float64",
+        f"{_VALUES}many_chunks_are_summed_in_float32",
     ),
     _fault(
         "the kept chunks are taken for others",
         "vocabulary_walk",
         "logits = kept[number - len(chunks)] if is_kept else buffers.scratch(columns)\n        if not is_kept",
         "logits = kept[0] if is_kept else buffers.scratch(columns)\n        if not is_kept",
-        f"{_KEEP}a_graph_that_is_kept_gives_the_same_again",
-        f"{UNIT}linear_keep.py",
+        f"{_VALUES}what_is_kept_changes_no_bit",
     ),
     _fault(
         "kept logits are overwritten though another backward may come",
@@ -76,7 +75,6 @@ OF_LINEAR = (
         "(add_product if number else set_product)(sums.weight[real], grad.t(), part.hidden)",
         "set_product(sums.weight[real], grad.t(), part.hidden)",
         f"{_WEIGHTS}long_sums_are_kept_in_float32",
-        f"{_WEIGHTS}tokens_and_columns_cut_anyhow",
     ),
     _fault(
         "the bias' gradient is that of the last tokens",
@@ -84,7 +82,6 @@ OF_LINEAR = (
         "            sums.bias[real] += grad.sum(0, dtype=sums.bias.dtype)\n",
         "            sums.bias[real] = grad.sum(0, dtype=sums.bias.dtype)\n",
         f"{_WEIGHTS}tokens_and_columns_cut_anyhow",
-        f"{_WEIGHTS}values_and_gradients_match_float64",
     ),
     _fault(
         "long sums are kept in their dtype",
@@ -98,7 +95,6 @@ OF_LINEAR = (
         "weighted_node",
         "torch.where(is_counted, token_weights.reshape(-1).to(sum_dtype(hidden.dtype)), 0.0)",
         "torch.where(is_counted, torch.ones_like(token_weights.reshape(-1), dtype=sum_dtype(hidden.dtype)), 0.0)",
-        f"{_WEIGHTS}weights_of_any_dtype",
         f"{_WEIGHTS}values_and_gradients_match_float64",
     ),
     _fault(

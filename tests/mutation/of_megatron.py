@@ -21,7 +21,6 @@ LOSSES = (
         "    return labels.masked_fill(labels < 0, options.ignore_index)\n",
         "    return labels\n",
         f"{MEGATRON}native.py::test_negative_labels_are_ignored",
-        f"{MEGATRON}releases.py::test_labels_are_a_view_with_the_negative_ones_ignored",
     ),
     _fault(
         "gathered logits are taken for a shard",
@@ -51,7 +50,6 @@ LOSSES = (
         "group=group, options=options, inplace",
         "group=None, options=options, inplace",
         f"{RANKS}megatron_tp.py::test_options_reach_every_rank",
-        f"{RANKS}megatron_tp.py::test_flag",
         ranks=2,
     ),
     _fault(
@@ -67,7 +65,6 @@ LOSSES = (
         ', smoothing="others"',
         "",
         f"{MEGATRON}native.py::test_smoothing_argument_overrides_the_options",
-        f"{MEGATRON}native.py::test_label_smoothing_positional_and_keyword",
     ),
 )
 
@@ -99,7 +96,6 @@ LINEAR = (
         "        layer_group(layer), options,",
         "        None, options,",
         f"{RANKS}megatron_linear_tp.py::test_options_reach_every_rank",
-        f"{RANKS}megatron_linear_tp.py::test_group_is_the_layers_own",
         ranks=2,
     ),
     _fault(
@@ -169,7 +165,6 @@ PATCH = (
         "bindings",
         f"    for binding in reversed(bindings):\n{_PUT_BACK}",
         f"    for binding in reversed(bindings[1:]):\n{_PUT_BACK}",
-        f"{_BINDINGS}install_and_restore_by_identity",
         f"{_FLAG}revert_restores_by_identity",
     ),
     _fault(

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from te_ce import LossOptions
+from te_ce import LossOptions, VocabShard
+from te_ce.problem import ShardProblem
 from tests.support.subject import Subject
 
 
@@ -40,6 +41,17 @@ def test_ranks_without_the_target_get_their_softmax(subject: Subject) -> None:
     torch.testing.assert_close(grad[0, 4:].cpu(), expected, atol=1e-4, rtol=0)
     onehot = torch.eye(8)[1]
     torch.testing.assert_close(grad[0].cpu(), logits[0].cpu().softmax(-1) - onehot, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("start", "target"), [(0, 8), (8, 7), (8, 16)])
+def test_the_neighbour_of_a_shard_is_not_its_own(subject: Subject, start: int, target: int) -> None:
+    # What lies beside the shard's columns is larger than they are.
+    beside = torch.full((3, 24), 50.0, device=subject.device)
+    beside[:, 8:16] = torch.arange(8.0)
+    problem = ShardProblem.resolve(LossOptions(), VocabShard(start, start + 8, 24), 3)
+    targets = torch.full((3,), target, device=subject.device)
+    statistics = subject.backend.row_statistics(beside[:, 8:16], targets, problem)
+    assert (statistics[:, 2] == -torch.inf).all()
 
 
 @pytest.mark.parametrize(("p", "logit"), [(0.998999, 13.8125)])

@@ -70,7 +70,7 @@ def test_one_survives(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("broken", "status"),
     [
-        pytest.param(fault("VALUE = 1", "VALUE ="), 2, id="does not import"),
+        pytest.param(fault("VALUE = 1", "VALUE ="), 4, id="does not import"),
         pytest.param(fault("VALUE = 1", "VALUE = 0"), 1, id="a fixture fails"),
         pytest.param(fault("VALUE = 1", "VALUE = 3", "test_skipped"), 0, id="skipped"),
         pytest.param(fault("VALUE = 1", "VALUE = 3", "test_missing"), 4, id="no such test"),

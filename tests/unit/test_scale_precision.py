@@ -80,6 +80,16 @@ def test_a_rounded_z_is_refused(twin: Subject, name: str) -> None:
             _check(wrong, name, widths)
 
 
+def test_equal_terms_do_not_all_round_to_one_side(subject: Subject) -> None:
+    columns, distance = 20000, torch.linspace(10.1, 14.9, 8)
+    logits = -distance[:, None].repeat(1, columns)
+    logits[:, 5] = 0.0
+    target = torch.full((8,), 5, device=subject.device)
+    loss = subject.loss(logits.to(subject.device), target, scale=0.7)
+    expected = torch.log1p((columns - 1) * torch.exp(-0.7 * distance.double()))
+    torch.testing.assert_close(loss.cpu().double(), expected, rtol=1.5e-7, atol=0)
+
+
 @pytest.mark.parametrize("scale", [0.7, -0.7])
 @pytest.mark.parametrize("block", [0, 4], ids=["whole", "blocks"])
 def test_predictions_are_those_of_the_logits(subject: Subject, scale: float, block: int) -> None:
