@@ -83,27 +83,25 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             if call.inplace == "auto"
             else bool(call.inplace)
         )
-        forbid_second_overwriting(ctx)
+        note_overwriting(ctx, overwrite)
         grads = OutputGrads(readable(grad_loss))
         return logits_gradient(logits, target, grads, saved, call, row_scale, overwrite), None, None, None
 
 
-def forbid_second_overwriting(ctx: Any) -> None:
-    """Refuse another backward with inplace=True, which finds its own gradient, or a part of it, for the logits.
+def note_overwriting(ctx: Any, overwrite: bool) -> None:
+    """Remember that this backward overwrites the logits, before the first write.
 
-    Autograd refuses by their version; but nobody looks at that where hooks have what is saved.
+    Autograd refuses another one by their version; but nobody looks at that where hooks have what is saved.
 
     Raises:
-        RuntimeError: there was one before, interrupted or not.
+        RuntimeError: one before, interrupted or not, has overwritten them: they are its gradient, or a part of it.
     """
-    if ctx.call.inplace is not True:
-        return
     if ctx.is_overwritten:
         raise RuntimeError(
-            "inplace=True: expected one backward, got another after one that overwrote its logits; compute the loss "
-            'again, or use inplace="auto"'
+            "expected one backward, got another after one that overwrote its logits; compute the loss again, or with "
+            "inplace=False"
         )
-    ctx.is_overwritten = True
+    ctx.is_overwritten = overwrite
 
 
 def logits_gradient(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from te_ce import ownership
-from te_ce.autograd import LossCall, forbid_second_overwriting, forward, logits_gradient
+from te_ce.autograd import LossCall, forward, logits_gradient, note_overwriting
 from te_ce.layout import may_share_memory, readable
 from te_ce.outputs import OutputGrads
 
@@ -63,7 +63,7 @@ class CrossEntropyWithOutputs(torch.autograd.Function):
             if call.inplace == "auto"
             else bool(call.inplace)
         )
-        forbid_second_overwriting(ctx)
+        note_overwriting(ctx, overwrite)
         return logits_gradient(logits, target, grads, saved, call, row_scale, overwrite), None, None, None
 
 

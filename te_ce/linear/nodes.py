@@ -66,7 +66,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             ctx.hidden_is_whole = call.sequence_parallel and not ctx.needs_input_grad[0]
             saved_hidden = batch.hidden if ctx.hidden_is_whole else hidden
             ctx.save_for_backward(saved_hidden, weight, bias, target, row_scale, saved, *kept)
-            ctx.call, ctx.kept_is_overwritten, ctx.is_adding = call, False, False
+            ctx.call, ctx.spoiled = call, None
             ctx.set_materialize_grads(False)
         return loss, *outputs
 
@@ -86,22 +86,17 @@ class LinearCrossEntropy(torch.autograd.Function):
             if ctx.hidden_is_whole:
                 call = call._replace(sequence_parallel=False)
             batch = whole_batch(hidden, weight, bias, target, row_scale, call)
-            overwrites_kept = not _graph_is_kept() and not _is_captured(saved)
-            if kept and overwrites_kept:
-                # Before the first write. Not by their version, which nobody looks at where hooks have what is saved.
-                if ctx.kept_is_overwritten:
-                    raise RuntimeError(
-                        "linear loss: interrupted in backward, which overwrites the logits it kept; call it again"
-                    )
-                ctx.kept_is_overwritten = True
-            if ctx.is_adding:
-                raise RuntimeError(
-                    "linear loss: interrupted in backward, which adds to the weight's gradient chunk by chunk; set it "
-                    "to what it was and call it again"
-                )
-            ctx.is_adding = needed.weight and call.weight_gradient is not None
+            overwrites_kept = bool(kept) and not _graph_is_kept() and not _is_captured(saved)
+            # Before the first write, and not by a version, which nobody looks at where hooks have what is saved.
+            if ctx.spoiled is not None:
+                raise RuntimeError(f"linear loss: interrupted in backward, which {ctx.spoiled}; compute the loss again")
+            if needed.weight and call.weight_gradient is not None:
+                ctx.spoiled = "adds to the weight's gradient chunk by chunk: set that to what it was"
+            elif overwrites_kept:
+                ctx.spoiled = "overwrites the logits it kept"
             of_hidden, of_weight, of_bias = gradients(batch, flat, saved, kept, call, needed, overwrites_kept)
-            ctx.is_adding = False
+            if not overwrites_kept:
+                ctx.spoiled = None
             if of_hidden is not None:
                 of_hidden = of_hidden.to(hidden.dtype).view(hidden.shape)
         results = [of_hidden, of_weight, of_bias]

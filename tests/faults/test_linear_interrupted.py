@@ -93,6 +93,19 @@ def test_half_way_through_backward(mode: Any, hooks: str, retain_graph: bool, er
     head.check()
 
 
+@pytest.mark.parametrize("hooks", list(HOOKS))
+def test_a_retained_second_try_of_logits_that_were_overwritten(hooks: str) -> None:
+    """It would overwrite none itself, but what it reads is a gradient."""
+    head = _Head(1.0)
+    with HOOKS[hooks]():
+        loss = head.loss()
+    with raising(KeyboardInterrupt, gradient, "_shard_gradient", 4), pytest.raises(KeyboardInterrupt):
+        head.backward(loss)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|overwrites the logits it kept"):
+        head.backward(loss, retain_graph=True)
+    head.check_untouched()
+
+
 @pytest.mark.parametrize("error", ERRORS)
 def test_half_way_through_backward_of_weighted_tokens(error: type[BaseException]) -> None:
     """It multiplies the gradients that forward made: that of hidden states is done when the weight's fails."""

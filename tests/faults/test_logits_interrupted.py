@@ -4,6 +4,7 @@ handed on later.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -130,6 +131,28 @@ def test_half_way_under_hooks_the_ownership_is_still_told(hooks: str) -> None:
         step.backward(loss, retain_graph=True)
     step.backward(loss)
     step.check()
+
+
+@pytest.mark.parametrize("retain_graph", [False, True], ids=["freed", "retained"])
+@pytest.mark.parametrize("outputs", [False, True], ids=["loss", "outputs"])
+@pytest.mark.parametrize("hooks", list(HOOKS))
+def test_a_second_try_is_right_or_raises(hooks: str, outputs: bool, retain_graph: bool) -> None:
+    """Whether the first one had overwritten its logits is the loss's own choice, and hooks may be all that saw them."""
+    step = _Step()
+    with HOOKS[hooks]():
+        loss = step.loss(step.logits(), "auto", outputs)
+    with raising(KeyboardInterrupt, gradient, "_shard_gradient", 2), pytest.raises(KeyboardInterrupt):
+        step.backward(loss)
+    refusal = None
+    try:
+        step.backward(loss, retain_graph)
+    except RuntimeError as error:
+        refusal = str(error)
+    if refusal is None:
+        step.check()
+    else:
+        assert re.search(r"modified by an inplace operation|overwrote its logits", refusal)
+        step.check_untouched()
 
 
 @pytest.mark.parametrize("error", ERRORS)
