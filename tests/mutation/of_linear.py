@@ -51,15 +51,15 @@ OF_LINEAR = (
     _fault(
         "kept logits are overwritten though another backward may come",
         "nodes",
-        "            overwrites_kept = not _graph_is_kept() and not _is_captured(saved)\n",
-        "            overwrites_kept = True\n",
+        "overwrites_kept = bool(kept) and not _graph_is_kept() and not _is_captured(saved)",
+        "overwrites_kept = bool(kept)",
         f"{_KEEP}a_graph_that_is_kept_gives_the_same_again",
     ),
     _fault(
         "an interrupted backward is tried again on half a gradient",
         "nodes",
-        "                ctx.kept_is_overwritten = True\n",
-        "",
+        'ctx.spoiled = "overwrites the logits it kept"',
+        "pass",
         f"{_KEEP}an_interrupted_backward_tried_again_raises_or_is_right",
     ),
     _fault(
