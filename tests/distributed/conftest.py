@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import datetime
 import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))  # megatron_gpt.py and fused_head.py
 
 # Ranks that disagree are two or more, and so are those of a mesh that one is left out of.
 _OF_RANKS = ["test_agreement.py", "test_linear_checked.py", "test_megatron_linear_tp.py", "test_mesh.py"]
@@ -26,3 +31,11 @@ def tp_group():
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def reverted() -> Iterator[None]:
+    """Megatron's own objects after every test, the failed ones included."""
+    yield
+    if "megatron_patch" in sys.modules:
+        sys.modules["megatron_patch"].revert()

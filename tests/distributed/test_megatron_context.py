@@ -7,17 +7,12 @@ own loss; heads of multi-token prediction, which fetch labels from the next part
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import megatron_gpt as gpt
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
-
-import megatron_gpt as gpt
 from fused_head import ask, check_grads
 from megatron.core import parallel_state
 
@@ -25,13 +20,9 @@ import megatron_patch
 from te_ce.counters import served
 from tests.support import cpu_cuda
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:::megatron"),
-    pytest.mark.filterwarnings("ignore:.*_(into_tensor|scatter_tensor|base). is deprecated:FutureWarning"),
-]
+pytestmark = gpt.QUIET
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-HAS_MTP = hasattr(gpt.TransformerConfig, "mtp_num_layers")
 
 
 class Layout(NamedTuple):
@@ -52,12 +43,6 @@ def layout(request: pytest.FixtureRequest, tp_group: Any) -> Iterator[Layout]:
     groups = gpt.model_parallel(found.tp, context_parallel_size=found.cp)
     with cpu_cuda.installed(), torch.compiler.set_stance("force_eager"), gpt.without_cuda(), groups:
         yield found
-
-
-@pytest.fixture(autouse=True)
-def reverted() -> Iterator[None]:
-    yield
-    megatron_patch.revert()
 
 
 def part(negative: tuple[int, ...] = ()) -> gpt.Batch:
@@ -88,7 +73,7 @@ def test_parts_of_sequences(layout: Layout, value: str, tied: bool) -> None:
     check_same(model_for(layout, tied=tied), value, 1)
 
 
-@pytest.mark.skipif(not HAS_MTP, reason="this release has no multi-token prediction")
+@gpt.needs_mtp
 @pytest.mark.parametrize("value", ["te_ce", "te_ce_linear"])
 def test_heads_that_look_into_the_next_part(layout: Layout, value: str) -> None:
     check_same(model_for(layout, mtp_num_layers=1), value, 2, loss_mask=part((-100, -1)).mask)

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import types
-from pathlib import Path
 
+import megatron_gpt as gpt
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
-
-import megatron_gpt as gpt
 from fused_head import ask, broken_linear_losses, check_grads, fused_accumulation, heads, main_grads
 from megatron.core import parallel_state
 
@@ -26,14 +21,9 @@ from megatron_patch import linear, output_layer
 from megatron_patch.deferred import untouched
 from te_ce import LossOptions
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:::megatron"),
-    # Megatron's sequence parallelism calls these.
-    pytest.mark.filterwarnings("ignore:.*_(into_tensor|scatter_tensor|base). is deprecated:FutureWarning"),
-]
+pytestmark = gpt.QUIET
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-HAS_MTP = hasattr(gpt.TransformerConfig, "mtp_num_layers")
 
 
 # With 4 ranks also two disjoint groups of 2, which hold different data.
@@ -41,12 +31,6 @@ HAS_MTP = hasattr(gpt.TransformerConfig, "mtp_num_layers")
 def group(request, tp_group):
     with gpt.model_parallel(request.param), torch.compiler.set_stance("force_eager"), gpt.without_cuda():
         yield parallel_state.get_tensor_model_parallel_group()
-
-
-@pytest.fixture(autouse=True)
-def reverted():
-    yield
-    megatron_patch.revert()
 
 
 @pytest.fixture(params=[False, True], ids=["replicated", "sequence-parallel"])
@@ -100,7 +84,7 @@ def test_frozen(group, sequence_parallel, frozen):
     check_model(model, batch_for(group), gpt.masked_sum, group)
 
 
-@pytest.mark.skipif(not HAS_MTP, reason="this release has no multi-token prediction")
+@gpt.needs_mtp
 def test_multi_token_prediction(group, sequence_parallel):
     megatron_patch.apply(strict=True)
     model = gpt.make_model(group.size(), tied=True, mtp_num_layers=1, sequence_parallel=sequence_parallel)

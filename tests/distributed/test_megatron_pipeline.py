@@ -9,30 +9,22 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import megatron_gpt as gpt
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
-
-import megatron_gpt as gpt
 from fused_head import check_grads
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
 
 import megatron_patch
 from te_ce.counters import served
 from tests.support import cpu_cuda
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:::megatron"),
-    pytest.mark.filterwarnings("ignore:.*_(into_tensor|scatter_tensor|base). is deprecated:FutureWarning"),
-]
+pytestmark = gpt.QUIET
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 MICRO_BATCHES = 2 * WORLD
@@ -59,12 +51,6 @@ def layout(request, tp_group):
     groups = gpt.model_parallel(found.tp, pipeline_model_parallel_size=found.pp, **virtual)
     with cpu_cuda.installed(), torch.compiler.set_stance("force_eager"), gpt.without_cuda(), groups:
         yield found
-
-
-@pytest.fixture(autouse=True)
-def reverted():
-    yield
-    megatron_patch.revert()
 
 
 def stages(layout: Layout, tied: bool) -> list[Any]:

@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
-from pathlib import Path
 
+import megatron_gpt as gpt
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
-
-import megatron_gpt as gpt
 from megatron.core import parallel_state
 from megatron.core.fusions import fused_cross_entropy
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
@@ -41,12 +36,6 @@ FUSED_TAKES_GROUP = "tp_group" in inspect.signature(fused_vocab_parallel_cross_e
 def group(request, tp_group):
     with gpt.model_parallel(request.param), torch.compiler.set_stance("force_eager"):
         yield parallel_state.get_tensor_model_parallel_group()
-
-
-@pytest.fixture(autouse=True)
-def reverted():
-    yield
-    megatron_patch.revert()
 
 
 def batch_for(group, b=2, s=8, negative=()):

@@ -32,6 +32,16 @@ with warnings.catch_warnings():  # Megatron's imports: deprecations in torch, mi
     except ImportError:  # 0.10
         torch_norm = None
 
+needs_mtp = pytest.mark.skipif(
+    not hasattr(TransformerConfig, "mtp_num_layers"), reason="this release has no multi-token prediction"
+)
+
+# Megatron's deprecations, and what its parallelism calls of torch's.
+QUIET = [
+    pytest.mark.filterwarnings("ignore:::megatron"),
+    pytest.mark.filterwarnings("ignore:.*_(into_tensor|scatter_tensor|base). is deprecated:FutureWarning"),
+]
+
 VOCAB = 96  # divided by 1, 2, 3 and 4
 HIDDEN = 48
 HEADS = 12

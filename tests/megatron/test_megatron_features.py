@@ -90,12 +90,7 @@ def test_deterministic_mode(value: str) -> None:
     assert all(torch.equal(grads_again[name], grad) for name, grad in grads.items())
 
 
-needs_mtp = pytest.mark.skipif(
-    not hasattr(gpt.TransformerConfig, "mtp_num_layers"), reason="this release has no multi-token prediction"
-)
-
-
-@needs_mtp
+@gpt.needs_mtp
 @pytest.mark.parametrize("value", VALUES)
 def test_the_loss_per_token(value: str) -> None:
     """Heads of multi-token prediction scale their losses otherwise then."""
@@ -106,7 +101,7 @@ def test_the_loss_per_token(value: str) -> None:
     assert any((grads[name] - others[name]).abs().max() > 1e-3 for name in grads)
 
 
-@needs_mtp
+@gpt.needs_mtp
 @pytest.mark.parametrize("value", VALUES)
 def test_acceptance_rates(value: str) -> None:
     """Megatron counts, from the logits and after their loss, how often a head predicts the label."""

@@ -13,7 +13,6 @@ from te_ce import LossOptions
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.filterwarnings("ignore:::megatron")]
 
-HAS_MTP = hasattr(gpt.TransformerConfig, "mtp_num_layers")
 HAS_MUP = hasattr(gpt.TransformerConfig, "use_mup")
 
 
@@ -177,7 +176,7 @@ def scale_logits(model, factor, monkeypatch):
     model.compute_language_model_loss = method
 
 
-@pytest.mark.skipif(not HAS_MTP, reason="this release has no multi-token prediction")
+@gpt.needs_mtp
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_multi_token_prediction(tied, monkeypatch):
     megatron_patch.apply(strict=True)

@@ -13,8 +13,6 @@ from megatron_patch.main_grad import MainGradient
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.filterwarnings("ignore:::megatron")]
 
-HAS_MTP = hasattr(gpt.TransformerConfig, "mtp_num_layers")
-
 
 def batches():
     return [gpt.make_batch(2, 8, (-100,), seed=seed) for seed in (1, 2)]
@@ -34,7 +32,7 @@ def test_as_megatrons_layer(tied):
     check_grads(found, expected)
 
 
-@pytest.mark.skipif(not HAS_MTP, reason="this release has no multi-token prediction")
+@gpt.needs_mtp
 def test_with_multi_token_prediction():
     """Several heads add to one main_grad in one backward."""
     megatron_patch.apply(strict=True)
