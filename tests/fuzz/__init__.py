@@ -2,6 +2,8 @@
 
 values.py      logits, targets and upstream gradients of one example, from a seed and the names of their kinds
 strategies.py  what hypothesis draws
+layouts.py     strides of logits, targets and gradients
+upstream.py    which gradients come back, and the backward from them
 judge.py       float64 bounds, where what is stored may overflow and several gradients add up
 shards.py      property: rows cut into shards of any widths
 calls.py       property: one call of the public function, any layout, in any graph

@@ -30,12 +30,12 @@ class Expected:
         self._parts.append(truth.grad)
         return truth
 
-    def check(self, grad: Tensor, times: int = 1) -> None:
-        """`grad` is the sum, `times` times over: autograd adds gradients in their dtype, with one rounding each."""
-        total = torch.stack(self._parts).sum(0) * times
-        additions = len(self._parts) * times - 1
-        largest = torch.stack([part.nan_to_num().abs() for part in self._parts]).sum(0) * times
-        bound = self._bound * times + additions * unit_in_last_place(largest, self._logits.dtype)
+    def check(self, grad: Tensor) -> None:
+        """`grad` is the sum: autograd adds gradients in their dtype, with one rounding each."""
+        total = torch.stack(self._parts).sum(0)
+        additions = len(self._parts) - 1
+        largest = torch.stack([part.nan_to_num().abs() for part in self._parts]).sum(0)
+        bound = self._bound + additions * unit_in_last_place(largest, self._logits.dtype)
         if additions:
             # What overflowed before it was added may be anything.
             over = largest + bound >= torch.finfo(self._logits.dtype).max
@@ -52,3 +52,22 @@ def check_stored(name: str, got: Tensor, truth: Tensor, bound: Tensor, dtype: to
     below = (got <= -largest) & (truth - bound <= -largest)
     over = truth.isfinite() & (above | below)
     check_within(name, torch.where(over, 0.0, got), torch.where(over, 0.0, truth), bound)
+
+
+def check_reduced(loss: Tensor, terms: Tensor, count: Tensor | int, within: float) -> None:
+    """`loss` is one number, the sum of `terms` over `count`, off by no more than `within` of their sizes."""
+    assert loss.shape == ()
+    got, total = loss.double().cpu(), terms.sum() / count
+    if got.isfinite() and total.isfinite():
+        size = (terms.abs().sum() + terms.numel()) / count
+        assert float((got - total).abs()) <= within * float(size), f"loss: {got:.9g}, not {total:.9g}"
+        return
+    overflowed = got.isinf() and total.sign() == got.sign() and total.abs() > 0.9 * torch.finfo(torch.float32).max
+    assert bool(got == total) or bool(got.isnan() and total.isnan()) or bool(overflowed), f"loss: {got}, not {total}"
+
+
+def counted(target: Tensor, options: LossOptions) -> Tensor | int:
+    """What the reduced loss is divided by: rows that are not ignored, at least 1; 1 for a sum."""
+    if options.reduction != "mean":
+        return 1
+    return (target.cpu() != options.ignore_index).sum().clamp(min=1)

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import te_ce.linear.chunks
-from te_ce import LossOptions
 from te_ce.outputs import OutputGrads
 from tests.fuzz import strategies as draws
-from tests.fuzz.shards import used
-from tests.fuzz.values import Values, make_target, make_upstream
+from tests.fuzz.judge import check_reduced, counted
+from tests.fuzz.upstream import as_output, backward, named, used
+from tests.fuzz.values import Example, make_target, make_upstream
 from tests.support import linear
 from tests.support.bounds import gradient_bound, unit_in_last_place
 from tests.support.linear import Inputs
@@ -31,8 +31,8 @@ KEEPS: tuple[Any, ...] = ("recompute", 0.0, 0.3, 0.5, 1.0, 1, 5000)
 _COLUMNS = st.integers(1, 90)
 
 
-@dataclasses.dataclass(frozen=True)
-class Layer:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer(Example):
     """A layer, its batch, and how it is cut.
 
     Attributes:
@@ -41,14 +41,8 @@ class Layer:
         frozen: what needs no gradient.
     """
 
-    rows: tuple[int, ...]
     hidden_size: int
     columns: int
-    dtype: torch.dtype
-    values: Values
-    options: LossOptions
-    outputs: tuple[str, ...]
-    without_gradient: frozenset[str]
     has_bias: bool
     chunk_columns: int
     chunk_tokens: int
@@ -123,19 +117,14 @@ def check(subject: Subject, example: Layer) -> None:
     if example.weighted:
         keywords["token_weights"] = weights
     with cut(example):
-        got = linear.call(subject, leaves, **keywords)
-        values = got._asdict() if example.outputs else {"loss": got}
-        values = {name: value for name, value in values.items() if value is not None}
+        output = as_output(linear.call(subject, leaves, **keywords))
         grads, of_rows = upstream(example, inputs, weights)
-        pairs = [(values[name], grad) for name, grad in grads._asdict().items() if grad is not None]
-        pairs = [(value, grad) for value, grad in pairs if value.requires_grad]
-        if pairs:
-            with subject.serving():
-                torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
-    truth = linear.truth_of(inputs, of_rows)
-    check_loss(example, inputs, values.pop("loss").detach(), truth.rows.loss, weights)
-    linear.check_values(inputs, {name: value.detach() for name, value in values.items()}, truth)
-    if pairs and not overflows(truth, example.dtype):
+        with subject.serving():
+            is_differentiated = backward(output, grads)
+    truth, values = linear.truth_of(inputs, of_rows), named(output)
+    check_loss(example, inputs, values.pop("loss"), truth.rows.loss, weights)
+    linear.check_values(inputs, values, truth)
+    if is_differentiated and not overflows(truth, example.dtype):
         ulps = subject.allowed_ulps(example.dtype)
         check_gradients(subject, inputs, leaves, truth, error_of_g(inputs, truth, of_rows, ulps))
 
@@ -153,16 +142,9 @@ def upstream(example: Layer, inputs: Inputs, weights: Tensor) -> tuple[OutputGra
     if example.options.reduction == "none" or grads.loss is None:
         return grads, grads
     number = inputs.grads.loss.new_tensor(-1.5)  # type: ignore[union-attr]
-    factor = number.double().cpu()
-    if example.options.reduction == "mean":
-        factor = factor / count(inputs)
+    factor = number.double().cpu() / counted(inputs.target, inputs.options)
     of_rows = factor * weights.double().cpu() if example.weighted else factor.expand(inputs.target.shape)
     return grads._replace(loss=number), grads._replace(loss=of_rows)
-
-
-def count(inputs: Inputs) -> Tensor:
-    """Rows that are not ignored, at least 1."""
-    return (inputs.target.cpu() != inputs.options.ignore_index).sum().clamp(min=1)
 
 
 def check_loss(example: Layer, inputs: Inputs, loss: Tensor, rows: Tensor, weights: Tensor) -> None:
@@ -170,15 +152,9 @@ def check_loss(example: Layer, inputs: Inputs, loss: Tensor, rows: Tensor, weigh
     if example.options.reduction == "none":
         linear.check_values(inputs, {"loss": loss}, linear.truth_of(inputs))
         return
-    assert loss.shape == ()
     # A weight of 0 does not make a number of NaN.
     terms = rows * weights.double().cpu().reshape(-1) if example.weighted else rows
-    total, size = terms.sum(), terms.abs().sum() + 1.0
-    if example.options.reduction == "mean":
-        total, size = total / count(inputs), size / count(inputs)
-    got = loss.double().cpu()
-    assert bool(got.isnan()) == bool(total.isnan())
-    assert bool(total.isnan()) or float((got - total).abs()) <= 4e-5 * float(size)
+    check_reduced(loss, terms, counted(inputs.target, inputs.options), 4e-5)
 
 
 def error_of_g(inputs: Inputs, truth: linear.Truth, grads: OutputGrads, ulps: float) -> dict[str, float]:

@@ -18,16 +18,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from te_ce import LossOptions, LossOutput, VocabShard
 from tests.fuzz import linear as linear_fuzz
 from tests.fuzz import strategies as draws
-from tests.fuzz.judge import Expected
+from tests.fuzz.judge import Expected, check_reduced, counted
 from tests.fuzz.linear import Layer
-from tests.fuzz.shards import Sharded, check_values, used
+from tests.fuzz.shards import Sharded, check_values
 from tests.fuzz.tally import Tally
+from tests.fuzz.upstream import as_output, backward, named, used
 from tests.fuzz.values import batch
 from tests.support import linear
 from tests.support.bits import same_bits
+from tests.support.linear_ranks import shard_of
 from tests.support.subject import Subject
 
 
@@ -111,12 +112,6 @@ def _attempt(subject: Subject, example: Any, group: ProcessGroup) -> Any:
         return f"rank {dist.get_rank(group)}: {type(error).__name__}: {error}"
 
 
-def shard_of(widths: tuple[int, ...], rank: int) -> VocabShard:
-    """The columns of a rank."""
-    start = sum(widths[:rank])
-    return VocabShard(start, start + widths[rank], sum(widths))
-
-
 def scalar_or_rows(grads: Any, reduction: str) -> Any:
     """Upstream gradients, of the loss one number where it is reduced."""
     if reduction == "none":
@@ -129,12 +124,13 @@ def run_logits(subject: Subject, example: Sharded, group: ProcessGroup) -> tuple
     shard = shard_of(example.widths, dist.get_rank(group))
     drawn = batch(example.values, example.rows, sum(example.widths), example.dtype, example.options, subject.device)
     leaf = drawn.logits[..., shard.start : shard.stop].contiguous().requires_grad_()
-    got = subject.loss(leaf, drawn.target, group=group, options=drawn.options, shard=shard, outputs=example.outputs)
-    values = got if isinstance(got, LossOutput) else LossOutput(got)
-    grads = scalar_or_rows(used(drawn.grads, example.outputs, example.without_gradient), example.options.reduction)
-    pairs = [(getattr(values, name), grad) for name, grad in grads._asdict().items() if grad is not None]
-    torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
-    return {n: v.detach().cpu() for n, v in values._asdict().items() if v is not None}, leaf.grad.cpu()
+    values = as_output(
+        subject.loss(leaf, drawn.target, group=group, options=drawn.options, shard=shard, outputs=example.outputs)
+    )
+    backward(
+        values, scalar_or_rows(used(drawn.grads, example.outputs, example.without_gradient), example.options.reduction)
+    )
+    return {name: value.cpu() for name, value in named(values).items()}, leaf.grad.cpu()
 
 
 def judge_logits(subject: Subject, example: Sharded, results: list[Any]) -> None:
@@ -144,30 +140,25 @@ def judge_logits(subject: Subject, example: Sharded, results: list[Any]) -> None
     grads = used(drawn.grads, example.outputs, example.without_gradient)
     reduction = example.options.reduction
     if reduction != "none":
-        factor = torch.tensor(-1.5, dtype=torch.float64)
-        if reduction == "mean":
-            factor = factor / (drawn.target != drawn.options.ignore_index).sum().clamp(min=1)
+        factor = torch.tensor(-1.5, dtype=torch.float64) / counted(drawn.target, drawn.options)
         grads = grads._replace(loss=factor.expand(drawn.target.shape))
     expected = Expected(drawn.logits, subject.allowed_ulps(example.dtype))
     truth = expected.add(drawn.target, drawn.options, grads)
-    first = results[0][0]
-    for values, _ in results:
-        if reduction != "none":
-            loss = values.pop("loss")
-            assert same_bits(loss, first.get("loss", loss)), "loss: ranks disagree"
-            check_reduced(loss, truth.loss, drawn.target, drawn.options)
-        check_values(values, {**values, **first}, truth, drawn.target, drawn.options)
+    check_agreed(results)
+    values = dict(results[0][0])
+    if reduction != "none":
+        check_reduced(values.pop("loss"), truth.loss, counted(drawn.target, drawn.options), 2e-5)
+    check_values(values, values, truth, drawn.target, drawn.options)
     expected.check(torch.cat([grad for _, grad in results], -1))
 
 
-def check_reduced(loss: Tensor, rows: Tensor, target: Tensor, options: LossOptions) -> None:
-    """A sum, or a mean, of what the rows' losses are."""
-    count = (target != options.ignore_index).sum().clamp(min=1) if options.reduction == "mean" else 1
-    total, size = rows.sum() / count, (rows.abs().sum() + len(rows)) / count
-    if total.isfinite():
-        assert float((loss.double() - total).abs()) <= 2e-5 * float(size) + 1e-30
-    else:
-        assert torch.equal(loss.double().nan_to_num(1.5, 2.5, 3.5), total.nan_to_num(1.5, 2.5, 3.5))
+def check_agreed(results: list[Any]) -> None:
+    """Every rank's values have the bits of the first one's."""
+    first = results[0][0]
+    for values, _ in results:
+        assert values.keys() == first.keys()
+        for name, value in values.items():
+            assert same_bits(value, first[name]), f"{name}: ranks disagree"
 
 
 def run_fused(subject: Subject, example: FusedOverRanks, group: ProcessGroup) -> Any:
@@ -186,16 +177,12 @@ def run_fused(subject: Subject, example: FusedOverRanks, group: ProcessGroup) ->
     if layer.weighted:
         keywords["token_weights"] = weights
     with linear_fuzz.cut(layer):
-        got = linear.call(subject, inputs, **keywords)
-        values = got if isinstance(got, LossOutput) else LossOutput(got)
+        values = as_output(linear.call(subject, inputs, **keywords))
         grads, _ = linear_fuzz.upstream(layer, whole, weights)
-        pairs = [(getattr(values, name), grad) for name, grad in grads._asdict().items() if grad is not None]
-        pairs = [(value, grad) for value, grad in pairs if value.requires_grad]
-        if pairs:
-            with subject.serving():
-                torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
+        with subject.serving():
+            backward(values, grads)
     of_inputs = [None if each is None or each.grad is None else each.grad.cpu() for each in inputs[:3]]
-    return {n: v.detach().cpu() for n, v in values._asdict().items() if v is not None}, of_inputs
+    return {name: value.cpu() for name, value in named(values).items()}, of_inputs
 
 
 def judge_fused(subject: Subject, example: FusedOverRanks, results: list[Any]) -> None:
@@ -204,9 +191,7 @@ def judge_fused(subject: Subject, example: FusedOverRanks, results: list[Any]) -
     whole, weights = linear_fuzz.draw_inputs(layer, torch.device("cpu"))
     _, of_rows = linear_fuzz.upstream(layer, whole, weights)
     truth = linear.truth_of(whole, of_rows)
-    for values, _ in results:
-        for name, value in values.items():
-            assert same_bits(value, results[0][0][name]), f"{name}: ranks disagree"
+    check_agreed(results)
     values = dict(results[0][0])
     linear_fuzz.check_loss(layer, whole, values.pop("loss"), truth.rows.loss, weights)
     linear.check_values(whole, values, truth)

@@ -13,7 +13,8 @@ from te_ce import LossOptions
 from te_ce.outputs import OutputGrads
 from tests.fuzz import strategies as draws
 from tests.fuzz.judge import Expected
-from tests.fuzz.values import Values, batch
+from tests.fuzz.upstream import used
+from tests.fuzz.values import Example, batch
 from tests.support.bits import same_bits
 from tests.support.bounds import check_predictions, check_value
 from tests.support.dense import Dense
@@ -21,23 +22,15 @@ from tests.support.subject import Subject
 from tests.support.whole import Drawn, run_whole
 
 
-@dataclasses.dataclass(frozen=True)
-class Sharded:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharded(Example):
     """Rows over as many ranks as there are widths.
 
     Attributes:
-        outputs: asked for besides the loss.
-        without_gradient: those among them, or the loss, that no gradient comes back for.
         part: longest row that a rank reads in one part; None: as ever.
     """
 
-    rows: tuple[int, ...]
     widths: tuple[int, ...]
-    dtype: torch.dtype
-    values: Values
-    options: LossOptions
-    outputs: tuple[str, ...]
-    without_gradient: frozenset[str]
     part: int | None
 
 
@@ -54,16 +47,6 @@ def sharded(draw: Any, float64: bool = False, longest: int = draws.LONGEST) -> S
         outputs=draw(draws.outputs()),
         without_gradient=draw(st.frozensets(st.sampled_from(OutputGrads._fields), max_size=2)),
         part=draw(st.sampled_from((None, None, 32, 300))),
-    )
-
-
-def used(grads: OutputGrads, outputs: tuple[str, ...], without: frozenset[str]) -> OutputGrads:
-    """The gradients of what was asked for and is used."""
-    return OutputGrads(
-        *(
-            grad if (name == "loss" or name in outputs) and name not in without else None
-            for name, grad in grads._asdict().items()
-        )
     )
 
 

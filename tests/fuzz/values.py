@@ -45,6 +45,24 @@ class Values:
     has_row_scale: bool = False
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+    """What an example of every property has.
+
+    Attributes:
+        rows: leading dimensions.
+        outputs: asked for besides the loss.
+        without_gradient: those among them, or the loss, that no gradient comes back for.
+    """
+
+    rows: tuple[int, ...]
+    dtype: torch.dtype
+    values: Values
+    options: LossOptions
+    outputs: tuple[str, ...]
+    without_gradient: frozenset[str]
+
+
 class Batch(NamedTuple):
     """Logits [.., columns], target [..], options with the scale of each row, if any, and upstream gradients [..]."""
 

@@ -15,7 +15,16 @@ from tests.fuzz.shards import Sharded
 from tests.fuzz.values import Values
 from tests.support.subject import Subject
 
-_PLAIN = Sharded((3,), (2,), torch.float32, Values(), LossOptions(), (), frozenset(), None)
+_PLAIN = Sharded(
+    rows=(3,),
+    widths=(2,),
+    dtype=torch.float32,
+    values=Values(),
+    options=LossOptions(),
+    outputs=(),
+    without_gradient=frozenset(),
+    part=None,
+)
 _CALL = Call(
     rows=(7,),
     columns=2,
