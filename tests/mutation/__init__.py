@@ -7,7 +7,6 @@ of_autograd.py  of the autograd nodes, ownership, communication, reduction and c
 of_linear.py    of the linear loss
 of_megatron.py  of the plugin
 faults.py       all of them
-record.py       a pytest plugin that writes down every outcome
 run.py          a copy with one fault, and its tests; the tests of all of them without any
 __main__.py     the command, the table, and docs/mutation.md: python -m tests.mutation
 """

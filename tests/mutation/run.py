@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.mutation import record
 from tests.mutation.fault import Fault
+from tests.support import outcomes as recorded
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 _COPIED = ("te_ce", "megatron_patch", "tests", "benchmarks", "examples", "pyproject.toml")
-_PLUGIN = "te_ce_mutation_record"
+_PLUGIN = "te_ce_outcomes"
 
 
 class Survived(Exception):
@@ -64,7 +64,7 @@ def copied(folder: Path) -> Path:
         else:
             shutil.copy(source, copy / name)
     # By another name: it comes before whatever the tests import.
-    shutil.copy(record.__file__, copy / f"{_PLUGIN}.py")
+    shutil.copy(recorded.__file__, copy / f"{_PLUGIN}.py")
     return copy
 
 
@@ -89,7 +89,7 @@ def pytest_of(tests: Iterable[str], place: Place, code: Path) -> Outcomes:
     command = [sys.executable, *(launcher if place.ranks > 1 else []), "-m", "pytest", "-x", "-q", "--rootdir", "."]
     command += ["-p", _PLUGIN, "-p", "no:cacheprovider", "--timeout", "120", *tests]
     with tempfile.TemporaryDirectory() as folder:
-        ours = {"PYTHONPATH": str(code), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", record.FOLDER: folder}
+        ours = {"PYTHONPATH": str(code), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", recorded.FOLDER: folder}
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         environment |= ours | dict(place.environment)
         done = subprocess.run(command, cwd=code, env=environment, capture_output=True, text=True, check=False)

@@ -64,14 +64,19 @@ def report(matrix: Matrix) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def problems(matrix: Matrix) -> list[str]:
-    """Why a run is no success: a row that fails in a release, or that is skipped in all of them."""
-    found = [
+def failures(matrix: Matrix) -> list[str]:
+    """Rows that fail in a release."""
+    return [
         f"{version}: {row}: {', '.join(cell.notes)}"
         for version, cells in matrix.items()
         for row, cell in cells.items()
         if cell.verdict == "no"
     ]
+
+
+def unseen(matrix: Matrix) -> list[str]:
+    """Rows that are skipped in every release: nothing speaks for them."""
+    found = []
     for row in rows.ROWS:
         reasons = {note for cells in matrix.values() for note in cells[row].notes}
         if all(cells[row].verdict == "-" for cells in matrix.values()):

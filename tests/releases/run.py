@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.releases import rows
-from tests.releases.record import FOLDER
 from tests.releases.wheels import CHECKOUT, RELEASE
+from tests.support.outcomes import FOLDER, VERSION
 
-_PYTEST = ["-m", "pytest", "-q", "-p", "tests.releases.record", "-p", "no:cacheprovider"]
+_PYTEST = ["-m", "pytest", "-q", "-p", "tests.support.outcomes", "-p", "no:cacheprovider"]
 _TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -57,7 +57,7 @@ def judge(outcomes: dict[str, set[str]]) -> dict[str, Cell]:
         own = {node: found for node, found in outcomes.items() if row in rows.of(node)}
         if not own:
             raise Unusable(f"{row}: expected tests, found none; they may have moved")
-        failed = [node for node, found in own.items() if "failed" in found]
+        failed = [node for node, found in own.items() if found & {"failed", "error"}]
         passed = [node for node, found in own.items() if found == {"passed"}]
         reasons = {each.removeprefix("skipped: ") for found in own.values() for each in found if each != "passed"}
         if failed:
@@ -67,7 +67,7 @@ def judge(outcomes: dict[str, set[str]]) -> dict[str, Cell]:
         else:
             cells[row] = Cell("-", tuple(sorted(reasons)))
     # A file that does not import fails whatever row it belongs to, or none.
-    lost = [node for node, found in outcomes.items() if "failed" in found and "::" not in node]
+    lost = [node for node, found in outcomes.items() if "error" in found and "::" not in node]
     if lost:
         raise Unusable(f"could not be collected: {', '.join(lost)}")
     return cells
@@ -91,6 +91,7 @@ def _outcomes(command: list[str], folder: Path) -> list[dict[str, object]]:
             # 0.15 compiles for the GPUs that it finds, while it is imported, and does not expect to find none.
             "TORCH_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", "9.0"),
             FOLDER: temporary,
+            VERSION: "megatron.core",
             RELEASE: str(folder),
         }
         done = subprocess.run([sys.executable, *command], cwd=CHECKOUT, env=environment, capture_output=True, text=True)

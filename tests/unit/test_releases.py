@@ -39,6 +39,10 @@ def test_a_failure_on_one_rank_is_one() -> None:
     assert judge(outcomes() | {node: {"passed", "failed"}})["te_ce, TP=2"] == Cell("no", (node,))
 
 
+def test_a_broken_fixture_is_a_failure() -> None:
+    assert judge(outcomes(Mamba="error"))["Mamba"] == Cell("no", rows.ROWS["Mamba"])
+
+
 def test_a_row_without_a_test_is_an_error() -> None:
     without = {node: found for node, found in outcomes().items() if "test_t5" not in node}
     with pytest.raises(Unusable, match="T5: expected tests, found none"):
@@ -47,15 +51,15 @@ def test_a_row_without_a_test_is_an_error() -> None:
 
 def test_a_file_that_does_not_import_is_an_error() -> None:
     with pytest.raises(Unusable, match=r"could not be collected: tests/megatron/x\.py"):
-        judge(outcomes() | {"tests/megatron/x.py": {"failed"}})
+        judge(outcomes() | {"tests/megatron/x.py": {"error"}})
 
 
-def test_problems() -> None:
+def test_what_fails_and_what_nothing_speaks_for() -> None:
     good = judge(outcomes())
     absent = judge(outcomes(T5="skipped: no Apex"))
-    assert matrix.problems({"1": good, "2": absent}) == []
-    assert matrix.problems({"1": absent, "2": absent}) == ["T5: skipped in every release: no Apex"]
-    (line,) = matrix.problems({"1": good, "2": judge(outcomes(Mamba="failed"))})
+    assert matrix.failures({"1": good, "2": absent}) == matrix.unseen({"1": good, "2": absent}) == []
+    assert matrix.unseen({"1": absent, "2": absent}) == ["T5: skipped in every release: no Apex"]
+    (line,) = matrix.failures({"1": good, "2": judge(outcomes(Mamba="failed"))})
     assert line.startswith("2: Mamba: tests/megatron/")
 
 
@@ -69,7 +73,7 @@ def test_documents_show_the_last_run() -> None:
     last = matrix.load()
     assert tuple(last) == RELEASES
     assert all(tuple(cells) == tuple(rows.ROWS) for cells in last.values())
-    assert matrix.problems(last) == []
+    assert matrix.failures(last) == matrix.unseen(last) == []
     assert matrix.in_readme(matrix.README.read_text()) == matrix.summary(last)
     assert matrix.REPORT.read_text() == matrix.report(last)
 
